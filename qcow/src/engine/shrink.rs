@@ -228,16 +228,16 @@ impl Operation<'_> {
         if !self.switch.released.is_empty() {
             for some in kept.chunks(self.switch.tables_at_once()) {
                 for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
-                    self.check_kept_table(table.host, &bytes)?;
+                    self.kept().check_table(table.host, &bytes)?;
                 }
             }
             if let Some(last) = &last {
-                self.check_kept_data(&last.bytes)?;
+                self.kept().check_data(&last.bytes)?;
             }
         }
         // The newest is the likeliest to share what the disk gives up.
         let newest = others.len().checked_sub(1).into_iter();
-        self.check_others(others, newest, followed).await?;
+        self.kept().check_others(others, newest, followed).await?;
         let mut l1 = self.switch.next.l1().to_vec();
         l1.resize(entries, L1Entry::UNALLOCATED);
         if let Some(last) = last {

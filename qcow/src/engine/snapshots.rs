@@ -1,6 +1,7 @@
 //! Internal snapshots of an open image: create, list, delete, and apply.
 //!
-//! Each operation runs alone ([`exclusive`]) and switches the metadata by one header write ([`Switch`]).
+//! Each operation runs alone ([`exclusive`](super::exclusive)) and switches the metadata by one header write ([`Switch`]). What takes
+//! long of a creation and of a deletion is [prepared](prepare) before, while requests go on.
 //! A new snapshot takes over the L1 table and the L2 tables as they are. The disk gets copies in which nothing is COPIED,
 //! as all data is shared now. An L2 table that is shared already stays shared.
 //! A deletion gives up one reference for each reference of the snapshot, and copies those tables of the disk that become,
@@ -13,25 +14,26 @@
 //! To create and to delete leave persistent bitmaps as they are: the guest's data does not change.
 
 mod apply;
+mod create;
 mod delete;
 pub(super) mod error;
 mod kept;
 mod prepare;
 
 use std::rc::Rc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use block::{AlignedBuf, Context, IoError};
 
 pub use apply::DiskSize;
-use error::{L2_TABLES_BYTES_MAX, SNAPSHOT_NAME_MAX, text};
+use error::L2_TABLES_BYTES_MAX;
 pub use error::{SnapshotError, SnapshotSelector};
 
 use super::switch::Switch;
-use super::{QcowDisk, Queue, corrupt, exclusive, flush};
+use super::{QcowDisk, Queue, corrupt, flush};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::references::Entry;
-use crate::format::validate::{SNAPSHOT_TABLE_MAX_BYTES, SNAPSHOTS_MAX};
+use crate::format::validate::SNAPSHOT_TABLE_MAX_BYTES;
 use crate::format::{
     ClusterUse, Geometry, Header, HostCluster, HostOffset, L1Entry, L2Table, L2TableMut, L2TableRef,
     SnapshotEntry,
@@ -58,7 +60,7 @@ impl QcowDisk {
     }
 
     /// Creates an internal snapshot of the disk as it is, with everything that was answered before. It is durable when
-    /// the call returns. Requests of all queues wait meanwhile. Returns its ID.
+    /// the call returns. Requests of all queues wait for a moment when it begins, and when it ends. Returns its ID.
     ///
     /// # Errors
     ///
@@ -73,11 +75,11 @@ impl QcowDisk {
         let queue = self
             .queue(cx)
             .map_err(|error| SnapshotError::Queue(error.source))?;
-        create(&queue, name, date).await
+        create::create(&queue, name, date).await
     }
 
-    /// Deletes an internal snapshot, durably. Requests of all queues wait meanwhile. Clusters that nothing uses any more
-    /// are freed in the background.
+    /// Deletes an internal snapshot, durably. Requests of all queues wait for a moment when it begins, and when it ends. Clusters that
+    /// nothing uses any more are freed in the background.
     ///
     /// # Errors
     ///
@@ -138,66 +140,9 @@ pub(super) fn encode(entries: &[SnapshotEntry]) -> Result<Vec<u8>, SnapshotError
     Ok(table)
 }
 
-/// Returns the ID of the next snapshot, as QEMU chooses it: one more than the largest number that an ID begins with.
-fn next_id(entries: &[SnapshotEntry]) -> String {
-    let number = |entry: &SnapshotEntry| {
-        let digits = entry.id.iter().take_while(|byte| byte.is_ascii_digit());
-        digits.fold(0_u64, |number, digit| {
-            number.saturating_mul(10).saturating_add(u64::from(digit - b'0'))
-        })
-    };
-    let largest = entries.iter().map(number).max().unwrap_or(0);
-    largest.saturating_add(1).to_string()
-}
-
-async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> Result<String, SnapshotError> {
-    if name.is_empty() || name.len() > SNAPSHOT_NAME_MAX {
-        return Err(SnapshotError::Name { len: name.len() });
-    }
-    if name.contains('\0') {
-        return Err(SnapshotError::NulInName);
-    }
-    if queue.shared.data_file.is_some() {
-        return Err(SnapshotError::DataFile);
-    }
-    let turn = exclusive::turn(queue).await?;
-    let header = queue.shared.header.decode()?;
-    let mut entries = read_entries(queue, &header).await?;
-    let old_table_bytes = encode(&entries)?.len() as u64;
-    if entries.len() as u32 >= SNAPSHOTS_MAX {
-        return Err(SnapshotError::TooMany);
-    }
-    if let Some(other) = entries.iter().find(|entry| entry.name == name.as_bytes()) {
-        return Err(SnapshotError::Exists {
-            name: name.to_owned(),
-            id: text(&other.id),
-        });
-    }
-    let id = next_id(&entries);
-    let since = date.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let prepared = prepare::prepare(queue).await?;
-    let section = exclusive::alone(queue, turn).await?;
-    let mut operation = Operation {
-        queue,
-        switch: Switch::new(queue, &section)?,
-        geometry: queue.shared.geometry,
-    };
-    let old_l1 = operation.share_all(&prepared).await?;
-    let extra = [0, operation.switch.next.size_bytes, u64::MAX];
-    entries.push(SnapshotEntry {
-        l1_offset: old_l1,
-        l1_entries: operation.switch.next.l1_entries() as u32,
-        id: id.clone().into_bytes(),
-        name: name.as_bytes().to_vec(),
-        date_seconds: u32::try_from(since.as_secs()).unwrap_or(u32::MAX),
-        date_nanoseconds: since.subsec_nanos(),
-        guest_clock_ns: 0,
-        vm_state_size_32: 0,
-        extra: extra.map(u64::to_be_bytes).concat(),
-    });
-    operation.commit(&header, &entries, old_table_bytes).await?;
-    prepared.keep();
-    Ok(id)
+fn undercounted(geometry: &Geometry, cluster: HostCluster) -> SnapshotError {
+    let offset = geometry.host_offset(cluster).bytes();
+    SnapshotError::Undercounted { offset }
 }
 
 /// Clears COPIED in the entries of an L2 table, or of a part of one.
@@ -239,11 +184,6 @@ impl Operation<'_> {
             return Err(SnapshotError::TooManyTables { bytes });
         }
         Ok(())
-    }
-
-    fn undercounted(&self, cluster: HostCluster) -> SnapshotError {
-        let offset = self.geometry.host_offset(cluster).bytes();
-        SnapshotError::Undercounted { offset }
     }
 
     /// Marks the image corrupt and returns the error.
@@ -299,7 +239,7 @@ impl Operation<'_> {
                 let offset = offset(cluster).bytes();
                 Err(SnapshotError::Uncounted { offset })
             }
-            Counted::Undercounted(cluster) => Err(self.undercounted(cluster)),
+            Counted::Undercounted(cluster) => Err(undercounted(&self.geometry, cluster)),
             Counted::Scattered(cluster) => Err(SnapshotError::TooScattered {
                 offset: offset(cluster).bytes(),
             }),
@@ -360,44 +300,6 @@ impl Operation<'_> {
     pub(super) fn cluster_at(&self, offset: HostOffset) -> (HostCluster, HostCluster) {
         let cluster = self.geometry.host_cluster(offset);
         (cluster, cluster + 1)
-    }
-
-    /// Counts another reference to what these L2 tables of the disk lead to, and to those that are shared already.
-    async fn raise_own(&mut self, tables: &[(usize, L2TableRef)]) -> Result<(), SnapshotError> {
-        for some in tables.chunks(self.switch.tables_at_once()) {
-            for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
-                for range in self.data_of(table.host, &bytes)? {
-                    self.raise(range).await?;
-                }
-                if !table.copied {
-                    self.raise(self.cluster_at(table.host)).await?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives the disk's tables to a snapshot, and the disk copies that share all data with them, as they were prepared. Returns the
-    /// snapshot's L1 table.
-    async fn share_all(&mut self, prepared: &prepare::Prepared) -> Result<HostOffset, SnapshotError> {
-        let tables = self.tables()?;
-        self.bound(tables.len())?;
-        let (mut l1, left) = self.catch_up(prepared).await?;
-        self.raise_own(&left).await?;
-        self.copy_shared(&left, &mut l1).await?;
-        let uses = &mut self.switch.next.refcounts.uses;
-        for (_, table) in tables.iter().filter(|(_, table)| table.copied) {
-            let old = self.geometry.host_cluster(table.host);
-            uses.made(ClusterUse::SnapshotL2Table, old, 1);
-        }
-        if l1.is_empty() {
-            return Ok(HostOffset::default());
-        }
-        let old = self.switch.replace_l1(&l1).await?;
-        let first = self.geometry.host_cluster(old.offset);
-        let uses = &mut self.switch.next.refcounts.uses;
-        uses.made(ClusterUse::SnapshotL1Table, first, old.clusters);
-        Ok(old.offset)
     }
 
     /// Points L1 entries at copies of L2 tables whose data is all shared.
@@ -461,10 +363,11 @@ impl Operation<'_> {
         Ok(tables)
     }
 
-    /// Gives up one reference to each of these L2 tables and to what they lead to.
+    /// Gives up one reference to each of these L2 tables and to what they lead to. Nothing changes them meanwhile.
     pub(super) async fn lower_tables(&mut self, tables: &[(usize, L2TableRef)]) -> Result<(), SnapshotError> {
         for some in tables.chunks(self.switch.tables_at_once()) {
-            for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
+            let places: Vec<HostOffset> = some.iter().map(|(_, table)| table.host).collect();
+            for (&(_, table), bytes) in some.iter().zip(self.switch.read_clusters(&places).await?) {
                 for range in self.data_of(table.host, &bytes)? {
                     self.lower(range, |_| false).await?;
                 }

@@ -23,7 +23,7 @@ use smallvec::smallvec;
 use super::encryption::owned;
 use super::exclusive::Exclusive;
 use super::{Queue, Shared, header, load};
-use crate::format::{ClusterUse, HeaderFields, HostCluster, HostOffset, L1Entry};
+use crate::format::{ClusterUse, Geometry, HeaderFields, HostCluster, HostOffset, L1Entry};
 use crate::metadata::refcounts::{NO_SPACE, Stuck, TablePlace};
 use crate::metadata::slices::Before;
 use crate::metadata::{COUNTS_BYTES_MAX, Dropped, Metadata, Released, Relocation};
@@ -206,7 +206,7 @@ impl<'a> Switch<'a> {
     }
 
     /// Adds what was added to the counts of the state in use since the blocks were written that are in new places. `before` is what its
-    /// slices were then.
+    /// slices were then. Clusters that the state in use counts and this one does not are released.
     pub(super) async fn add_changes(&mut self, before: &Before) -> Result<(), IoError> {
         for (&slice, before) in before {
             let index = self.next.refcounts.block_of(slice);
@@ -224,7 +224,7 @@ impl<'a> Switch<'a> {
             let now = self.slice(place()?).await?;
             self.next
                 .refcounts
-                .add_difference(slice, before.as_deref(), &now)?;
+                .add_difference(slice, before.as_deref(), &now, &mut self.released)?;
         }
         Ok(())
     }
@@ -254,7 +254,7 @@ impl<'a> Switch<'a> {
 
     /// Returns the number of L2 tables to read or write at once.
     pub(super) fn tables_at_once(&self) -> usize {
-        (BATCH_BYTES / self.next.geometry().cluster_size()).clamp(1, 256) as usize
+        tables_at_once(self.next.geometry())
     }
 
     /// Has the operation fail, for lack of space, rather than put tables or data behind this cluster, or make the file longer.
@@ -450,6 +450,11 @@ impl<'a> Switch<'a> {
         deciding.switched(self.left)?;
         Ok(())
     }
+}
+
+/// Returns the number of L2 tables to read or write at once.
+pub(super) fn tables_at_once(geometry: &Geometry) -> usize {
+    (BATCH_BYTES / geometry.cluster_size()).clamp(1, 256) as usize
 }
 
 /// Reads the clusters at `places`, all at once.

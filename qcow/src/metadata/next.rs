@@ -231,7 +231,7 @@ impl Refcounts {
     }
 
     /// Adds to the counts of a slice, which is in memory, what was added to them elsewhere, where they were `before` (zeros, if there is
-    /// none) and are `now`.
+    /// none) and are `now`. A cluster that is counted there and would not be here keeps a count of 1 and is added to `released`.
     ///
     /// # Errors
     ///
@@ -241,8 +241,10 @@ impl Refcounts {
         slice: u64,
         before: Option<&[u8]>,
         now: &[u8],
+        released: &mut Released,
     ) -> Result<(), block::IoError> {
         let order = self.geometry.refcount_order();
+        let first = self.slice_start(slice);
         let bytes = self.slices.get_mut(slice).ok_or(block::IoError::Corrupt)?;
         for index in 0..1 << self.slice_bits {
             let was = before.map_or(Some(0), |before| order.read(before, index));
@@ -253,7 +255,11 @@ impl Refcounts {
             if was == is {
                 continue;
             }
-            let count = (count + is).checked_sub(was).ok_or(block::IoError::Corrupt)?;
+            let mut count = (count + is).checked_sub(was).ok_or(block::IoError::Corrupt)?;
+            if count == 0 && is > 0 {
+                released.insert(first + index as u64);
+                count = 1;
+            }
             order
                 .write(bytes, index, count)
                 .map_err(|_| block::IoError::Corrupt)?;

@@ -1,4 +1,4 @@
-//! The clusters that lose their last reference in an operation that runs alone.
+//! Sets of clusters, above all of those that lose their last reference in an operation that changes the metadata as a whole.
 
 use rustc_hash::FxHashMap;
 
@@ -37,7 +37,7 @@ impl Released {
     }
 
     /// Adds a cluster. Returns false if it was there before.
-    pub(super) fn insert(&mut self, cluster: HostCluster) -> bool {
+    pub(crate) fn insert(&mut self, cluster: HostCluster) -> bool {
         let index = cluster.index();
         if self.has(index) {
             return false;

@@ -295,6 +295,18 @@ fn delete_refuses_to_free_a_cluster_of_the_snapshot_before_or_after() {
     }
 }
 
+/// Three use it and it counts two, as if the disk were its only user once `a` is gone: the next write would change `b`, or free it.
+#[test]
+fn delete_refuses_to_leave_to_the_disk_what_the_snapshot_before_or_after_uses() {
+    for names in [["a", "b"], ["b", "a"]] {
+        let image = Damaged::new(&[], &names);
+        let host = image.u64(image.l2(0, 3)) & OFFSET;
+        let path = image.folder.path(IMAGE);
+        patch(&path, image.count(host), &2_u16.to_be_bytes());
+        image.assert_refused(delete, host);
+    }
+}
+
 #[test]
 fn delete_refuses_to_free_an_l2_table_of_a_snapshot_far_away() {
     let image = Damaged::new(&["write -P 34 0 64k"], &["b", "x", "y", "a"]);

@@ -9,7 +9,7 @@ use std::time::UNIX_EPOCH;
 
 use block::{Buffer, Disk, IoError, Op};
 use qcow::image::check;
-use qcow::{OpenOptions, QcowDisk, SnapshotError};
+use qcow::{OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use simulator::{Profile, SimWorld};
 
 use crate::snapshot_bench::{BASE, Bench, DISK, byte_of, content_of, is_ok, options, world};
@@ -102,21 +102,85 @@ fn requests_are_served_while_create_copies_tables_and_held_off_while_it_switches
     assert_eq!(changes, [true, false]);
 }
 
+/// A deletion likewise, at each of its I/Os: what requests change meanwhile shares clusters with the snapshot, and frees them.
+#[test]
+fn requests_are_served_while_delete_follows_tables_and_held_off_while_it_switches() {
+    let mut changes = Vec::new();
+    let mut ios = 0;
+    for io in 0.. {
+        let bench = Bench::new(io);
+        for (at, byte) in [(0, 0x11), (512, 0x12), (1024, 0x13), (1536, 0x14)] {
+            is_ok(&bench.write(0, at, byte));
+        }
+        bench
+            .create(0, "one")
+            .take()
+            .expect("an answer")
+            .expect("a snapshot");
+        is_ok(&bench.write(0, 1536, 0x15));
+        is_ok(&bench.workers.ask(0, Op::Flush, 0, 0, Buffer::default()));
+        let deleted = bench.hold(io, async |disk, cx| {
+            let one = SnapshotSelector::Name("one".to_owned());
+            disk.delete_snapshot(&cx, &one).await
+        });
+        if deleted.borrow().is_some() {
+            deleted.take().expect("an answer").expect("a deletion");
+            ios = io;
+            break;
+        }
+        let discard = |at| bench.workers.ask(1, Op::Discard, at, 512, Buffer::default());
+        let answers = [bench.write(1, 0, 0x21), bench.write(1, 4096, 0x24), discard(512)];
+        let (read, other) = (bench.read(1, 0), bench.read(0, 1024));
+        let is_served = read.borrow().is_some();
+        assert_eq!(is_served, other.borrow().is_some(), "I/O {io}");
+        if changes.last() != Some(&is_served) {
+            changes.push(is_served);
+        }
+        bench.world.release();
+        bench.workers.settle();
+        deleted.take().expect("an answer").expect("a deletion");
+        answers.iter().for_each(is_ok);
+        assert_eq!(byte_of(&other), 0x13);
+        read.take().expect("an answer").result.expect("a read");
+        let found = [0, 512, 1024, 1536, 4096].map(|at| bench.reads(0, at));
+        assert_eq!(found, [0x21, 0, 0x13, 0x15, 0x24], "I/O {io}");
+        is_ok(&bench.write(1, 1024, 0x31));
+        is_ok(&bench.write(1, 1536, 0x35));
+        let world = bench.close();
+        assert!(entries(&world.contents(DISK).to_bytes()).is_empty(), "I/O {io}");
+    }
+    assert!(ios > 6, "only {ios} I/Os");
+    // First the snapshot table is read; when requests are held off to begin, what the write has replaced is counted.
+    assert_eq!(changes, [true, false, true, false]);
+}
+
 /// Requests are held off for no more I/Os, however many tables the disk has.
 #[test]
 fn requests_are_not_held_off_for_longer_by_more_tables() {
-    let held_off = |tables: u64| {
+    let held_off = |tables: u64, deletes: bool| {
         let mut held_off = 0;
         for io in 0.. {
             let bench = Bench::of_bytes(io, 4 << 20);
             for table in 0..tables {
                 is_ok(&bench.write(0, table * (32 << 10), 0x11));
             }
+            if deletes {
+                bench
+                    .create(0, "one")
+                    .take()
+                    .expect("an answer")
+                    .expect("a snapshot");
+            }
             is_ok(&bench.workers.ask(0, Op::Flush, 0, 0, Buffer::default()));
-            let created = bench.hold(io, async |disk, cx| {
-                disk.create_snapshot(&cx, "one", UNIX_EPOCH).await
+            let done = bench.hold(io, async move |disk, cx| {
+                if deletes {
+                    let one = SnapshotSelector::Name("one".to_owned());
+                    disk.delete_snapshot(&cx, &one).await
+                } else {
+                    disk.create_snapshot(&cx, "one", UNIX_EPOCH).await.map(drop)
+                }
             });
-            if created.take().is_some() {
+            if done.take().is_some() {
                 return held_off;
             }
             held_off += u64::from(bench.read(1, 0).borrow().is_none());
@@ -124,9 +188,14 @@ fn requests_are_not_held_off_for_longer_by_more_tables() {
         }
         held_off
     };
-    let (few, many) = (held_off(2), held_off(100));
-    // Each table is read and written, and what counts it.
-    assert!(many <= few + 16, "{few} I/Os with 2 tables, {many} with 100");
+    for deletes in [false, true] {
+        let (few, many) = (held_off(2, deletes), held_off(100, deletes));
+        // Each table is read and written, and what counts it.
+        assert!(
+            many <= few + 16,
+            "{few} I/Os with 2 tables, {many} with 100 ({deletes})"
+        );
+    }
 }
 
 /// The task of an operation is dropped half-way, at each of its I/Os: the requests that it held off go on, and the image

@@ -141,7 +141,7 @@ impl Operation<'_> {
         self.raise_tables(snapshot, &tables, is_copied).await?;
         // The newest is the likeliest to share what the disk gives up.
         let newest = others.len().checked_sub(1).into_iter();
-        self.check_others(others, newest, followed).await?;
+        self.kept().check_others(others, newest, followed).await?;
         let copied: Vec<_> = tables
             .iter()
             .copied()
@@ -165,14 +165,15 @@ impl Operation<'_> {
     ) -> Result<(), SnapshotError> {
         let l1 = self.geometry.host_cluster(snapshot.l1_offset);
         let l1_bytes = u64::from(snapshot.l1_entries) * L1_ENTRY_SIZE;
-        self.check_kept(l1.until(l1 + self.geometry.clusters_for(l1_bytes)))?;
+        self.kept()
+            .check(l1.until(l1 + self.geometry.clusters_for(l1_bytes)))?;
         for some in tables.chunks(self.switch.tables_at_once()) {
             for &(_, table) in some {
                 self.check_table(table.host).await?;
             }
             for (&(index, table), bytes) in some.iter().zip(self.read(some).await?) {
                 for (first, end) in self.data_of(table.host, &bytes)? {
-                    self.check_kept(first.until(end))?;
+                    self.kept().check(first.until(end))?;
                     self.check_data(first.until(end))?;
                     if is_shared(index) {
                         self.raise((first, end)).await?;
@@ -186,7 +187,7 @@ impl Operation<'_> {
     /// Fails if an L2 table of a snapshot is not counted or was given up.
     async fn check_table(&mut self, host: HostOffset) -> Result<(), SnapshotError> {
         let (first, end) = self.cluster_at(host);
-        self.check_kept(first.until(end))?;
+        self.kept().check(first.until(end))?;
         if self.count(first).await? == 0 {
             self.went(Counted::Uncounted(first))?;
         }

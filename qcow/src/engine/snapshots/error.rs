@@ -13,7 +13,7 @@ use crate::metadata::COUNTS_BYTES_MAX;
 /// The longest name of a new snapshot, in bytes: QEMU cuts longer ones.
 pub(super) const SNAPSHOT_NAME_MAX: usize = 255;
 
-/// The most bytes of L2 tables that an operation reads while requests wait. With 64 KiB clusters they map 64 TiB.
+/// The most bytes of L2 tables that an operation reads. With 64 KiB clusters they map 64 TiB.
 pub(super) const L2_TABLES_BYTES_MAX: u64 = 8 << 30;
 
 /// An operation on snapshots failed. Unless it says otherwise, the image is as it was.
@@ -141,7 +141,7 @@ pub enum SnapshotError {
     },
     /// The tables to follow are more than an operation reads.
     #[error(
-        "the L2 tables to read have {bytes} bytes; expected at most {L2_TABLES_BYTES_MAX} while requests wait; use QEMU's \
+        "the L2 tables to read have {bytes} bytes; expected at most {L2_TABLES_BYTES_MAX}; use QEMU's \
          tools on the closed image"
     )]
     TooManyTables {

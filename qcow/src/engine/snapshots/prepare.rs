@@ -1,9 +1,10 @@
-//! The part of a new snapshot that is made while requests go on.
+//! The part of an operation on snapshots that is done while requests go on.
 //!
-//! A snapshot copies all L2 tables of the disk, and counts another reference to everything that they lead to: with 64 KiB clusters,
-//! 128 MiB of tables and 32 MiB of counts for each TiB that is mapped. Requests would wait for longer than a guest bears. So
-//! they are held off twice, for a moment each: first to begin, with everything durable, and then to switch. In between, the
-//! disk's tables and counts are followed as they were at the beginning: a slice of them that requests change is kept as it was
+//! To create a snapshot copies all L2 tables of the disk, and counts another reference to everything that they lead to; to delete one
+//! reads its tables and the disk's, and takes as many references back. With 64 KiB clusters these are 128 MiB of tables and 32 MiB of
+//! counts for each TiB that is mapped. Requests would wait for longer than a guest bears. So they are held off twice, for a moment
+//! each: first to begin, with everything durable, and then to switch. In between, the disk's tables and counts are followed as they
+//! were at the beginning: a slice of them that requests change is kept as it was
 //! ([`SliceCache::watch`](crate::metadata::slices::SliceCache::watch)). When requests are held off for the second time, only what has
 //! changed is done again ([`Operation::catch_up`]).
 //!
@@ -11,57 +12,97 @@
 //! operation fails they are given back; a cut leaves them as leaks.
 //!
 //! Invariant: the state in use is changed by requests alone meanwhile, as the operation has the turn. So its L2 tables stay where they are,
-//! but for those that were shared with a snapshot and are copied for a write.
+//! but for those that were shared with a snapshot and are copied for a write; and the tables of snapshots do not change.
 
 use std::rc::Rc;
+use std::sync::Arc;
 
 use block::IoError;
-use block::canary::{Rule, broken};
 
+use super::Operation;
 use super::error::SnapshotError;
-use super::{Operation, without_copied};
 use crate::engine::switch::{Switch, Taken};
 use crate::engine::{Queue, exclusive};
-use crate::format::{HostCluster, HostOffset, L1Entry, L2TableRef};
+use crate::format::{Geometry, HostOffset, L1Entry, L2TableRef};
+use crate::metadata::Released;
 use crate::metadata::slices::Before;
 
 /// The most slices that are written at once.
-const SLICES_AT_ONCE: usize = 128;
+pub(super) const SLICES_AT_ONCE: usize = 128;
 
-/// A slice of an L2 table that was copied, and that has changed since.
-struct Changed<'a> {
-    number: u64,
-    /// Its place in the table.
-    from: HostOffset,
-    /// Its place in the copy.
-    to: HostOffset,
-    /// Its bytes when they were copied.
-    before: &'a [u8],
-}
-
-/// The part of a snapshot that is made before requests are held off for the second time.
+/// The part of the next state that is made before requests are held off for the second time.
 pub(super) struct Prepared {
     /// The disk's L1 table as it was.
     old: Vec<L1Entry>,
-    /// The same, with the copies of its own tables.
+    /// The same, with copies of tables.
     new: Vec<L1Entry>,
-    /// Refcount blocks, by index, that count another reference to everything, and their new places.
+    /// Refcount blocks, by index, whose counts are those of the next state, and their new places.
     blocks: Vec<(usize, HostOffset)>,
-    /// All of these clusters.
+    /// Clusters that lose their last reference.
+    released: Released,
+    /// All clusters that were taken.
     taken: Option<Taken>,
 }
 
 impl Prepared {
-    /// Keeps all clusters that were taken: the snapshot is in force.
+    /// Keeps all clusters that were taken: the next state is in force.
     pub(super) fn keep(self) {
         if let Some(taken) = self.taken {
             taken.keep();
         }
     }
+
+    /// Returns the L2 tables of the disk as it was, with their indices, and the copies that are in their places, if any.
+    pub(super) fn tables(
+        &self,
+        geometry: Geometry,
+    ) -> impl Iterator<Item = (usize, L2TableRef, Option<L2TableRef>)> {
+        let decoded = move |entry: &L1Entry| entry.decode(&geometry).ok().flatten();
+        let both = self.old.iter().zip(&self.new).enumerate();
+        both.filter_map(move |(index, (old, new))| {
+            let copy = decoded(new).filter(|_| old != new);
+            Some((index, decoded(old)?, copy))
+        })
+    }
 }
 
-/// Prepares a snapshot, for a caller that has the turn.
-pub(super) async fn prepare(queue: &Rc<Queue>) -> Result<Prepared, SnapshotError> {
+/// What requests have changed since a part of the next state was prepared.
+pub(super) struct Changes {
+    /// The disk's L1 table, with the copies that were prepared of the tables that it still has.
+    pub(super) l1: Vec<L1Entry>,
+    /// The tables that it has got since.
+    pub(super) tables: Vec<NewTable>,
+    /// The slices that have changed of tables that it still has, in their order.
+    pub(super) slices: Vec<ChangedSlice>,
+    /// Slices of counts that have changed, as they were.
+    pub(super) counts: Before,
+}
+
+/// An L2 table that the disk has got.
+pub(super) struct NewTable {
+    pub(super) index: usize,
+    pub(super) table: L2TableRef,
+    /// The table in whose place it is, which was shared with a snapshot.
+    pub(super) replaced: Option<L2TableRef>,
+}
+
+/// A slice of an L2 table that has changed.
+pub(super) struct ChangedSlice {
+    pub(super) number: u64,
+    /// Its place in the table.
+    pub(super) from: HostOffset,
+    /// Its place in the table's copy, if there is one.
+    pub(super) to: Option<HostOffset>,
+    /// Its bytes when the part was prepared.
+    pub(super) before: Arc<[u8]>,
+}
+
+/// Prepares a part of the next state, for a caller that has the turn. `part` gets the state in use as the next one, and the disk's L1
+/// table to put copies into.
+pub(super) async fn prepare(
+    queue: &Rc<Queue>,
+    part: impl AsyncFnOnce(&mut Operation<'_>, &mut [L1Entry]) -> Result<(), SnapshotError>,
+) -> Result<Prepared, SnapshotError> {
     let section = exclusive::alone(queue, ()).await?;
     let mut operation = Operation {
         queue,
@@ -71,11 +112,8 @@ pub(super) async fn prepare(queue: &Rc<Queue>) -> Result<Prepared, SnapshotError
     drop(section);
     let old = operation.switch.next.l1().to_vec();
     let mut new = old.clone();
-    let mut tables = operation.tables()?;
-    operation.bound(tables.len())?;
-    operation.raise_own(&tables).await?;
-    tables.retain(|(_, table)| table.copied);
-    operation.copy_shared(&tables, &mut new).await?;
+    part(&mut operation, &mut new).await?;
+    let released = std::mem::take(&mut operation.switch.released);
     let (blocks, taken) = operation.switch.into_taken().await?;
     // Requests wait for less, and for no space that only this waits for.
     queue.file.sync().await?;
@@ -83,105 +121,61 @@ pub(super) async fn prepare(queue: &Rc<Queue>) -> Result<Prepared, SnapshotError
         old,
         new,
         blocks,
+        released,
         taken,
     })
 }
 
 impl Operation<'_> {
-    /// Takes over what was prepared, and does again what has changed since. Returns the disk's L1 table with the copies, and the L2 tables
-    /// that are yet to be counted and copied.
-    pub(super) async fn catch_up(
-        &mut self,
-        prepared: &Prepared,
-    ) -> Result<(Vec<L1Entry>, Vec<(usize, L2TableRef)>), SnapshotError> {
-        let (tables, counts) = self.queue.shared.write()?.end_watch();
+    /// Takes over what was prepared. Returns what has changed since.
+    pub(super) fn catch_up(&mut self, prepared: &mut Prepared) -> Result<Changes, SnapshotError> {
+        let (before, counts) = self.queue.shared.write()?.end_watch();
         self.switch.place_blocks(&prepared.blocks)?;
+        self.switch.released = std::mem::take(&mut prepared.released);
         let mut l1 = self.switch.next.l1().to_vec();
-        let (mut left, mut copied) = (Vec::new(), Vec::new());
+        let mut tables = Vec::new();
         for (index, entry) in l1.iter_mut().enumerate() {
             let old = prepared.old.get(index).copied().unwrap_or_default();
-            let tables = (old.decode(&self.geometry), entry.decode(&self.geometry));
-            let (Ok(then), Ok(now)) = tables else {
+            let (Ok(then), Ok(now)) = (old.decode(&self.geometry), entry.decode(&self.geometry)) else {
                 return Err(IoError::Corrupt.into());
             };
             match (then, now) {
                 (then, now) if then == now => *entry = prepared.new.get(index).copied().unwrap_or_default(),
-                (None, Some(now)) => left.push((index, now)),
-                (Some(then), Some(now)) if !then.copied => {
-                    copied.push((index, then));
-                    left.push((index, now));
+                (replaced, Some(table)) if replaced.is_none_or(|then| !then.copied) => {
+                    tables.push(NewTable {
+                        index,
+                        table,
+                        replaced,
+                    })
                 }
                 _ => return Err(IoError::Corrupt.into()),
             }
         }
-        let mut changed = self.changed_slices(prepared, &tables);
-        changed.sort_unstable_by_key(|slice| slice.number);
-        // First what was counted, in counts that are higher by that than those in use; then what requests have added to these and
-        // taken away; and last what is in use now.
-        for slice in &changed {
-            self.undo(slice.from, slice.before).await?;
-        }
-        for some in copied.chunks(self.switch.tables_at_once()) {
-            for (&(_, table), bytes) in some.iter().zip(self.read(some).await?) {
-                self.undo(table.host, &bytes).await?;
-                self.undo_range(self.cluster_at(table.host)).await?;
-            }
-        }
-        if !broken(Rule::CountsNotRedone) {
-            self.switch.add_changes(&counts).await?;
-        }
-        for some in changed.chunks(SLICES_AT_ONCE) {
-            let mut writes = Vec::new();
-            for slice in some {
-                let mut bytes = self.switch.l2_slice(slice.number).await?;
-                for range in self.data_of(slice.from, &bytes)? {
-                    self.raise(range).await?;
-                }
-                without_copied(&mut bytes, &self.geometry);
-                writes.push((slice.to, bytes));
-            }
-            if !broken(Rule::CopiedSliceNotRedone) {
-                self.switch.write(writes).await?;
-            }
-        }
-        Ok((l1, left))
+        let mut slices = self.changed_slices(prepared, before);
+        slices.sort_unstable_by_key(|slice| slice.number);
+        Ok(Changes {
+            l1,
+            tables,
+            slices,
+            counts,
+        })
     }
 
-    /// Returns the slices of tables that were copied and have changed since.
-    fn changed_slices<'b>(&self, prepared: &Prepared, before: &'b Before) -> Vec<Changed<'b>> {
+    /// Returns the slices that have changed of tables that the disk still has. `before` is what they were.
+    fn changed_slices(&self, prepared: &Prepared, before: Before) -> Vec<ChangedSlice> {
         let next = &self.switch.next;
-        let changed = before.iter().filter_map(|(&number, before)| {
+        let changed = before.into_iter().filter_map(|(number, before)| {
             let index = next.table_of(number);
             let table = |l1: &[L1Entry]| l1.get(index)?.decode(&self.geometry).ok().flatten();
             let (then, now, copy) = (table(&prepared.old)?, table(next.l1())?, table(&prepared.new)?);
             let within = (number - next.table_slices(index).start) * next.l2.slice_bytes() as u64;
-            (then == now && then.copied).then_some(Changed {
+            (then == now).then_some(ChangedSlice {
                 number,
                 from: now.host + within,
-                to: copy.host + within,
-                before: before.as_deref()?,
+                to: (copy.host != then.host).then_some(copy.host + within),
+                before: before?,
             })
         });
         changed.collect()
-    }
-
-    /// Takes back the references that entries of an L2 table were counted with.
-    async fn undo(&mut self, at: HostOffset, entries: &[u8]) -> Result<(), SnapshotError> {
-        for range in self.data_of(at, entries)? {
-            self.undo_range(range).await?;
-        }
-        Ok(())
-    }
-
-    async fn undo_range(&mut self, (first, end): (HostCluster, HostCluster)) -> Result<(), SnapshotError> {
-        let mut here = first;
-        while here < end {
-            let undone = self
-                .switch
-                .follow(|next, _| next.refcounts.undo_raise(here, end))
-                .await;
-            here = self.went(undone?)?;
-        }
-        Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! The longest time that a request of a served disk waits while a snapshot is created.
+//! The longest time that a request of a served disk waits while a snapshot is created, and while one is deleted.
 
 use std::io;
 use std::path::Path;
@@ -20,6 +20,9 @@ const STALL_MS: f64 = 20.0;
 /// The bytes that are written again and again while all of the disk is mapped.
 const WORKING_SET_BYTES: u64 = 64 << 20;
 const NAME: &str = "stall";
+/// What is asked of the server meanwhile.
+const CREATE: &str = "snapshot-create";
+const DELETE: &str = "snapshot-delete";
 /// The longest time of one operation on snapshots.
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -28,7 +31,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub(crate) fn rows() -> Vec<Row> {
     vec![Row {
         name: "vhost/disk/snapshot-stall-1tib",
-        promises: promises(&[("longest", 1.0)]),
+        promises: promises(&[("longest", 1.0), ("longest-delete", 1.0)]),
         run: Box::new(run),
     }]
 }
@@ -38,13 +41,21 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
         return Err(io::Error::other("only our own server is measured"));
     };
     let bound = STALL_MS * HUGE_BYTES as f64 / f64::from(100) / f64::from(1 << 30);
-    let measure = |bench: &mut Bench, with_snapshot| measure(bench, &ringdisk, with_snapshot);
+    let measure = |bench: &mut Bench, meanwhile| measure(bench, &ringdisk, meanwhile);
     let longest = |sample: &Sample| sample.longest_us / 1000.0;
-    let entries = in_turns(bench, &[true, false], measure, |turns| match turns {
-        [with, without] => {
+    let operations = [Some(CREATE), Some(DELETE), None];
+    let entries = in_turns(bench, &operations, measure, |turns| match turns {
+        [create, delete, without] => {
             let (bound, without) = (("bound", bound), without.median(longest));
             vec![
-                row.entry("longest", "ms", Better::Lower, with.median(longest), bound),
+                row.entry("longest", "ms", Better::Lower, create.median(longest), bound),
+                row.entry(
+                    "longest-delete",
+                    "ms",
+                    Better::Lower,
+                    delete.median(longest),
+                    bound,
+                ),
                 row.alone("longest-without", "ms", Better::Lower, without),
             ]
         }
@@ -54,9 +65,13 @@ fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     Ok(entries)
 }
 
-/// Writes to a served disk whose clusters are all mapped, and has a snapshot created meanwhile, which is deleted after it.
-fn measure(bench: &mut Bench, ringdisk: &Path, with_snapshot: bool) -> io::Result<Sample> {
+/// Writes to a served disk whose clusters are all mapped, with a request to its control socket meanwhile. The image has no snapshot
+/// before nor after.
+fn measure(bench: &mut Bench, ringdisk: &Path, meanwhile: Option<&'static str>) -> io::Result<Sample> {
     let image = bench.images.image(Source::Mapped)?;
+    if meanwhile == Some(DELETE) {
+        on_image(ringdisk, "create", &image)?;
+    }
     cache::prepare(&image, false)?;
     let serve = Serve {
         image: &image,
@@ -75,33 +90,39 @@ fn measure(bench: &mut Bench, ringdisk: &Path, with_snapshot: bool) -> io::Resul
     let connection = Connection::open(server.socket(), 1, workload.block_bytes)?;
     let sample = std::thread::scope(|scope| {
         let (image, control, timing) = (&image, server.control(), bench.timing);
-        let creator = with_snapshot.then(|| {
+        let operator = meanwhile.map(|request| {
             scope.spawn(move || {
                 std::thread::sleep(timing.warm_up + timing.measure / 3);
-                create(ringdisk, control, image)
+                ask(ringdisk, control, request, image)
             })
         });
         let cpu = || server.cpu_seconds();
         let sample = drive::run(connection, &workload, Wait::Sleep, timing, &cpu);
-        let created = creator.map_or(Ok(Ok(())), |creator| creator.join());
-        created.map_err(|_| io::Error::other("the thread that creates the snapshot has panicked"))??;
+        let done = operator.map_or(Ok(Ok(())), |operator| operator.join());
+        done.map_err(|_| io::Error::other("the thread that asks for the operation has panicked"))??;
         sample
     })?;
     server.stop()?;
-    if with_snapshot {
-        let mut delete = Command::new(ringdisk);
-        delete
-            .args(["image", "snapshot", "delete"])
-            .arg(&image.path)
-            .arg(NAME);
-        process::output(delete, LIMIT)?;
+    if meanwhile == Some(CREATE) {
+        on_image(ringdisk, "delete", &image)?;
     }
     Ok(sample)
 }
 
-fn create(ringdisk: &Path, control: &Path, image: &Image) -> io::Result<()> {
+/// Has an operation done on the snapshot of an image that nobody serves.
+fn on_image(ringdisk: &Path, operation: &str, image: &Image) -> io::Result<()> {
+    let mut command = Command::new(ringdisk);
+    command
+        .args(["image", "snapshot", operation])
+        .arg(&image.path)
+        .arg(NAME);
+    process::output(command, LIMIT).map(drop)
+}
+
+/// Asks a server for an operation on the snapshot of its disk.
+fn ask(ringdisk: &Path, control: &Path, request: &str, image: &Image) -> io::Result<()> {
     let mut command = Command::new(ringdisk);
     command.args(["ctl", "--socket"]).arg(control);
-    command.arg("snapshot-create").arg(&image.path).arg(NAME);
+    command.arg(request).arg(&image.path).arg(NAME);
     process::output(command, LIMIT).map(drop)
 }
