@@ -22,7 +22,7 @@ use block::IoError;
 use super::Operation;
 use super::error::SnapshotError;
 use crate::engine::switch::{Switch, Taken};
-use crate::engine::{Queue, exclusive};
+use crate::engine::{Queue, exclusive, flush};
 use crate::format::{Geometry, HostOffset, L1Entry, L2TableRef};
 use crate::metadata::Released;
 use crate::metadata::slices::Before;
@@ -103,6 +103,8 @@ pub(super) async fn prepare(
     queue: &Rc<Queue>,
     part: impl AsyncFnOnce(&mut Operation<'_>, &mut [L1Entry]) -> Result<(), SnapshotError>,
 ) -> Result<Prepared, SnapshotError> {
+    // Requests wait for less.
+    flush::flush(queue).await?;
     let section = exclusive::alone(queue, ()).await?;
     let mut operation = Operation {
         queue,
