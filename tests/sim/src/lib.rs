@@ -17,7 +17,7 @@
 //!
 //! ```sh
 //! make explore                                                      # scenarios, kept seeds and new ones
-//! cargo run --release -p ringdisk-sim --features assertions -- explore --from SEED    # repeats a printed seed
+//! cargo run --release -p ringdisk-sim --features assertions,canary -- explore --from SEED    # repeats a printed seed
 //! make canaries                                                     # each rule broken on purpose must be detected
 //! ```
 //!

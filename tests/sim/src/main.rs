@@ -293,7 +293,7 @@ fn summary(explored: &Explored, from: u64, took: Duration) {
 
 /// The command that runs this build of the explorer.
 const AGAIN: &str = if cfg!(feature = "assertions") {
-    "cargo run --release -p ringdisk-sim --features assertions --"
+    "cargo run --release -p ringdisk-sim --features assertions,canary --"
 } else {
     "cargo run --release -p ringdisk-sim --"
 };
