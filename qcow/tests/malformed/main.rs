@@ -22,7 +22,7 @@ use block::ring::RingKind;
 use block::{AlignedBuf, Buffer, Context, Disk, Op};
 use common::{Folder, Lane, chain};
 use qcow::image::{RepairScope, check, info, repair};
-use qcow::{OpenOptions, QcowDisk};
+use qcow::{BitmapStorage, OpenOptions, QcowDisk};
 use ringdisk_gen::fingerprint::Fingerprint;
 use ringdisk_gen::image::u64_in;
 use ringdisk_gen::malformed::{self, CLUSTER, Case, DISK, Fate};
@@ -160,8 +160,10 @@ fn look(path: &Path) -> Outcome {
     }
 }
 
-/// The ways to use a case: the name, and the file it is done to.
-const WAYS: [&str; 3] = ["reader", "writer", "look"];
+/// The ways to use a case: the name, and the end of the file's name that it is done to.
+const WAYS: &[&str] = &["reader", "writer", "look"];
+/// The same for an image with bitmaps, which a writer may also keep durable.
+const WAYS_WITH_BITMAPS: &[&str] = &["reader", "writer", "durable", "look"];
 
 /// The child: works every image whose number it reads, and answers in a line each.
 ///
@@ -171,7 +173,7 @@ fn child_works_the_images_it_is_given() {
     let Ok(folder) = std::env::var(FOLDER_VARIABLE) else {
         let folder = Folder::new();
         let base = malformed::base().bytes;
-        for way in WAYS {
+        for &way in WAYS {
             std::fs::write(folder.path(way), &base).expect("the image");
             let outcome = use_case(&folder.path(way), way, true);
             assert!(
@@ -203,6 +205,11 @@ fn use_case(path: &Path, way: &str, backing_files: bool) -> Outcome {
     let options = OpenOptions {
         read_only: way == "reader",
         backing_files,
+        bitmaps: if way == "durable" {
+            BitmapStorage::Durable
+        } else {
+            BitmapStorage::default()
+        },
         ..OpenOptions::default()
     };
     match way {
@@ -310,6 +317,7 @@ struct Trial<'a> {
     watch: Watch,
     shadow: Watch,
     worker: Worker,
+    ways: &'static [&'static str],
 }
 
 impl<'a> Trial<'a> {
@@ -320,12 +328,13 @@ impl<'a> Trial<'a> {
             watch: Watch::new(&folder.path("")).expect("a watch"),
             shadow: Watch::new(Path::new("/etc/shadow")).expect("a watch on /etc/shadow"),
             worker: Worker::start(folder),
+            ways: WAYS,
         }
     }
 
     /// Checks what `name` leads to with these bytes; `others` are the files that it may open.
     fn face(&mut self, name: &str, bytes: &[u8], fate: Fate, backing: bool, others: &[&str]) {
-        for way in WAYS {
+        for &way in self.ways {
             let file = format!("case.{way}");
             let path = self.folder.path(&file);
             // A file of its own: the kernel may let go of the last one's lock only when its ring is gone.
@@ -351,10 +360,10 @@ impl<'a> Trial<'a> {
             }
             let is_refused = outcome.refused.is_some();
             for (file, before) in files.iter().zip(before) {
-                let may_change = !is_refused && way == "writer" && *file == files[0];
+                let may_change = !is_refused && way != "reader" && *file == files[0];
                 assert!(may_change || state(file) == before, "{what}: {file} has changed");
             }
-            if !is_refused && way == "writer" {
+            if !is_refused && way != "reader" {
                 assert_structures_stand(&what, bytes, &std::fs::read(&path).expect("the case"));
             }
             assert_fate(&what, fate, &outcome, way == "reader");
@@ -459,6 +468,22 @@ fn every_defect_of_subclusters_is_survived_or_refused_by_name() {
 }
 
 #[test]
+fn every_defect_of_bitmaps_is_survived_or_refused() {
+    let base = malformed::bitmap_base();
+    let folder = Folder::new();
+    std::fs::write(folder.path("base.qcow2"), &base.bytes).expect("the image");
+    folder.assert_flawless("base.qcow2", false);
+    let mut trial = Trial::new(&folder);
+    trial.ways = WAYS_WITH_BITMAPS;
+    trial.face("the sound one", &base.bytes, Fate::Opens, false, &[]);
+    let cases = malformed::bitmap_cases(&base);
+    for case in &cases {
+        trial.face_case(case, &base.bytes);
+    }
+    assert!(cases.len() > 80);
+}
+
+#[test]
 fn pairs_of_defects_are_survived_or_refused_by_name() {
     let base = malformed::base();
     let folder = Folder::new();
@@ -491,7 +516,7 @@ fn open_refuses_backing_names_that_dangle_or_loop() {
         let bytes = named(name, "qcow2");
         trial.face(name, &bytes, Fate::Refused(says), true, &["loop.qcow2"]);
     }
-    for way in WAYS {
+    for &way in WAYS {
         let own = format!("case.{way}");
         let bytes = named(&own, "qcow2");
         std::fs::write(folder.path(&own), &bytes).expect("the case");

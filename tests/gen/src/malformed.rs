@@ -3,6 +3,10 @@
 //! A case is a list of patches, so that two of them can be put into one image. What a case has to lead to is told by
 //! its [`Fate`]; the text an error must contain names the field, and `at` the byte of the header it is in.
 
+mod bitmaps;
+
+pub use bitmaps::{bitmap_base, bitmap_cases};
+
 use crate::image::{
     COMPRESSED, COPIED, Content, Image, ImageSpec, Snapshot, Structure, extension, put, u64_in,
 };

@@ -147,6 +147,17 @@ fn command_survives_every_defect_class() {
     assert!(cases.len() > 300);
 }
 
+#[test]
+fn command_survives_every_defect_of_bitmaps() {
+    let (world, base) = (World::new(), malformed::bitmap_base());
+    for case in &malformed::bitmap_cases(&base) {
+        face(&world, case, &base.bytes);
+        let what = what(case, "bitmap list");
+        let ended = world.ringdisk(&what, &["image", "bitmap", "list", CASE]);
+        assert!(ended.code <= 1, "{what}: {ended:?}");
+    }
+}
+
 /// Each eighth pair; the library's own test covers all of them.
 #[test]
 fn command_survives_pairs_of_defects() {
