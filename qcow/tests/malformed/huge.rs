@@ -227,7 +227,7 @@ fn tables_scattered_over_huge_file_take_no_memory() {
         tables: 4 << 20,
         ..Scattered::default()
     };
-    worst.face("512-byte clusters", &WAYS);
+    worst.face("512-byte clusters", WAYS);
     let dirty = Scattered { dirty: true, ..worst };
     dirty.face("512-byte clusters, dirty", &["writer"]);
     let larger = Scattered {
