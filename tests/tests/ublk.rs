@@ -293,6 +293,8 @@ fn devices_in_use_carry_file_systems_and_cannot_be_removed() -> Result<(), Error
             ("life ", "0"),
             ("remembered ", "0"),
             ("background ", "/dev/ublkb0 /dev/ublkb1"),
+            ("served-by ", "ringdisk"),
+            ("pidfile ", "gone"),
             ("sums ", "fine"),
             ("read-only ", "1 "),
             ("all ", "0 "),

@@ -126,6 +126,9 @@ struct VhostUserArguments {
     /// Without it as often as the manager asks for (WATCHDOG_USEC), which it does not ask a server that takes over.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=86400))]
     watchdog: Option<u32>,
+    /// Write the process id to this file when clients can connect; it is removed at the end
+    #[arg(long, value_name = "FILE")]
+    pidfile: Option<std::path::PathBuf>,
     /// Drop every privilege that serving does not need, before the first client connects
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
     sandbox: String,
@@ -243,12 +246,12 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 detached: arguments.detached > 0,
                 access: access(&arguments)?,
             };
-            vhost_user::run(
-                disks,
-                arguments.control.as_deref(),
-                arguments.metrics.as_ref(),
-                options,
-            )
+            let places = vhost_user::Places {
+                control: arguments.control.as_deref(),
+                metrics: arguments.metrics.as_ref(),
+                pid_file: arguments.pidfile.as_deref(),
+            };
+            vhost_user::run(disks, places, options)
         }
         Command::Ctl(arguments) => ctl::run(arguments),
         Command::Run(arguments) => machine_run::run(&run_config(arguments)?),

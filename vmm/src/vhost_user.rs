@@ -25,6 +25,7 @@ use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::metrics::{Address, Metrics};
 use crate::open;
+use crate::pid_file::PidFile;
 use crate::sandbox::{self, SandboxError, Task};
 use crate::signals::{StopSignals, is_log_read};
 use crate::socket::{Socket, folder_of};
@@ -41,8 +42,18 @@ use served::{Served, allowed, close, confine, descriptors, find, serve};
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
 
-/// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly. Requests come to the socket at
-/// `control`, statistics are at the address `metrics`.
+/// What a server has besides the sockets of its disks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Places<'a> {
+    /// The path of the control socket.
+    pub control: Option<&'a Path>,
+    /// The address of the statistics.
+    pub metrics: Option<&'a Address>,
+    /// The path of the file with the process id.
+    pub pid_file: Option<&'a Path>,
+}
+
+/// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly.
 ///
 /// # Errors
 ///
@@ -50,14 +61,19 @@ const START_END_MAX: Duration = Duration::from_secs(1);
 /// could be closed cleanly have been.
 pub fn run(
     disks: Vec<(Place, DiskConfig)>,
-    control: Option<&Path>,
-    metrics: Option<&Address>,
+    places: Places<'_>,
     options: Options,
 ) -> Result<u8, CommandFailure> {
+    let Places {
+        control,
+        metrics,
+        pid_file,
+    } = places;
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     if options.detached {
         background::leave_session().map_err(start)?;
     }
+    let mut pid_file = pid_file.map(PidFile::open).transpose()?;
     let manager = sd_notify::Manager::find();
     let signals = StopSignals::block().map_err(start)?;
     let stop = StopToken::new().map_err(start)?;
@@ -71,7 +87,7 @@ pub fn run(
     let metrics = metrics.map(|address| Metrics::start(address, options.sandbox, options.takeover));
     let metrics = metrics.transpose().map_err(|error| failed(error.into()))?;
     limits::prepare_descriptors(disks.iter().map(|(_, config)| descriptors(config)).sum());
-    let (places, configs): (Vec<Place>, Vec<DiskConfig>) = disks.into_iter().unzip();
+    let (listening, configs): (Vec<Place>, Vec<DiskConfig>) = disks.into_iter().unzip();
     let mut offer = None;
     let began = Instant::now();
     let sockets = if options.takeover {
@@ -79,7 +95,7 @@ pub fn run(
         for config in &configs {
             open::rehearse(config).map_err(|error| failed(error.into()))?;
         }
-        let paths = paths(&places)?;
+        let paths = paths(&listening)?;
         let offered = takeover::take_over(&paths).map_err(|error| failed(error.into()))?;
         let offered = offer.insert(offered);
         offered.begin().map_err(|error| failed(error.into()))?;
@@ -89,7 +105,7 @@ pub fn run(
             Place::Path(path) => Socket::listen_for(path, options.access),
             Place::Descriptor(descriptor) => Socket::inherit(*descriptor),
         };
-        places.iter().map(listen).collect()
+        listening.iter().map(listen).collect()
     };
     // As long as this server may still fail, the sockets are the old one's.
     let sockets: Vec<Socket> = sockets.map_err(|error| failed(error.into()))?;
@@ -121,6 +137,7 @@ pub fn run(
         allowed.removable_in.extend(metrics_folder);
         let folder = control.as_ref().map(|control| folder_of(control.path()));
         allowed.removable_in.extend(folder);
+        allowed.removable_in.extend(places.pid_file.map(folder_of));
         sandbox::restrict_files(&allowed).map_err(not_confined)?;
     }
     let mut served = opened
@@ -136,6 +153,7 @@ pub fn run(
     if let Some(offer) = &mut offer {
         // Before the old one ends, so that its end is not taken for that of the service.
         manager.main(std::process::id());
+        pid_file.iter_mut().for_each(PidFile::write);
         let accepted = if stop.is_stopped() {
             Ok(false)
         } else {
@@ -177,6 +195,9 @@ pub fn run(
         takeover = Some(stopping.map_err(start)?);
     }
     // Clients could connect before; from here on nothing keeps them from being served.
+    if let Some(file) = &mut pid_file {
+        file.keep();
+    }
     manager.ready();
     announce(&served, options);
     let pulses = served.iter().map(|disk| disk.server.pulse()).collect();

@@ -41,14 +41,16 @@ check b.qcow2
 ls /run/ringdisk/ublk | wc -l | sed 's/^/remembered /'
 
 # In the background, and found again by others.
-/mnt/ringdisk ublk add --disk path=a.qcow2 path=b.qcow2,readonly=on --recovery off --daemonize | tr '\n' ' ' | sed 's/^/background /'
+/mnt/ringdisk ublk add --disk path=a.qcow2 path=b.qcow2,readonly=on --recovery off --daemonize --pidfile pid | tr '\n' ' ' | sed 's/^/background /'
 echo
+sed 's/^/served-by /' "/proc/$(cat pid)/comm"
 mount /dev/ublkb0 /run/ext4
 ended read-only dd if=/dev/zero of=/dev/ublkb1 bs=4k count=1 oflag=direct
 mount -o ro,norecovery /dev/ublkb1 /run/xfs
 (cd / && md5sum -c --quiet /tmp/sums) && echo "sums fine"
 umount /run/ext4 /run/xfs
 ended all ringdisk ublk del --all
+timeout 20 sh -c 'while [ -e pid ]; do sleep 0.1; done' && echo "pidfile gone"
 ringdisk ublk list | wc -l | sed 's/^/left /'
 check a.qcow2
 check b.qcow2

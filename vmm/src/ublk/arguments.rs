@@ -153,6 +153,9 @@ pub struct ServeArguments {
     /// Control socket to create, for `ringdisk ctl`, besides the one that `ringdisk ublk` finds by itself
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<std::path::PathBuf>,
+    /// Write the process id to this file when the devices are ready; it is removed at the end
+    #[arg(long, value_name = "FILE")]
+    pub pidfile: Option<std::path::PathBuf>,
     /// Drop every privilege that serving does not need: in workers before the first request, in the other threads when
     /// the devices are ready
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]

@@ -29,7 +29,7 @@ pub(super) fn confine_early() -> Result<(), sandbox::SandboxError> {
 }
 
 /// Confines the calling thread, and all that it starts from now on, to looking after these block devices and the control socket
-/// at `control`. The socket of `metrics` can be removed.
+/// at `control`. The socket of `metrics` can be removed, and the file with the process id at `pid_file`.
 ///
 /// # Errors
 ///
@@ -38,9 +38,10 @@ pub(super) fn confine(
     devices: impl IntoIterator<Item = String>,
     control: Option<&Path>,
     metrics: Option<&Address>,
+    pid_file: Option<&Path>,
 ) -> Result<(), CommandFailure> {
     let mut folders = vec![state::folder(), by_id::FOLDER.into()];
-    folders.extend(control.map(folder_of));
+    folders.extend(control.into_iter().chain(pid_file).map(folder_of));
     folders.extend(metrics.and_then(Address::folder));
     let mut allowed = AllowedFiles {
         // To be flushed in the end.

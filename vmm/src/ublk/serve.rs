@@ -22,6 +22,7 @@ use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::exchange;
 use crate::metrics::Metrics;
 use crate::open;
+use crate::pid_file::PidFile;
 use crate::signals::StopSignals;
 use crate::socket::Socket;
 use crate::{background, limits, sd_notify};
@@ -102,6 +103,8 @@ fn serve(
     if arguments.detached > 0 {
         background::leave_session().map_err(start)?;
     }
+    let pid_file = arguments.pidfile.as_deref();
+    let mut pid_file = pid_file.map(PidFile::open).transpose()?;
     let signals = StopSignals::block().map_err(start)?;
     let (sender, events) = mpsc::channel();
     // An upgrade that is broken off would leave the devices without a server: there the second signal ends it.
@@ -159,6 +162,7 @@ fn serve(
     if before.is_some() {
         // If we fail with what others have left, the manager is to start again what recovers it.
         manager.main(std::process::id());
+        pid_file.iter_mut().for_each(PidFile::write);
     }
     let taken =
         upgrade::take(predecessors).inspect_err(|_| before.iter().for_each(|&pid| manager.main(pid)))?;
@@ -184,11 +188,15 @@ fn serve(
             .inspect_err(|error| tracing::error!(%error, "cannot create the control socket; the devices are served without it"))
             .ok();
     }
+    if let (Some(_), Some(file)) = (&brought, &mut pid_file) {
+        file.keep();
+    }
     if brought.is_some() && arguments.is_confined() {
         let devices: Vec<String> = server.lock().devices.keys().map(|&id| block_path(id)).collect();
         // Threads that are started from here on are inside.
         let metrics = arguments.metrics.as_ref();
-        if let Err(failure) = sandbox::confine(devices, arguments.control.as_deref(), metrics) {
+        let pid_file = arguments.pidfile.as_deref();
+        if let Err(failure) = sandbox::confine(devices, arguments.control.as_deref(), metrics, pid_file) {
             first_failure = Some(failure);
             brought = None;
         }

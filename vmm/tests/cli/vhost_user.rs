@@ -324,7 +324,16 @@ fn daemonize_returns_when_it_serves_or_has_failed() {
         // Whoever stays in the background keeps standard error.
         let errors = std::fs::File::create(world.path("errors")).expect("a file");
         let mut command = world.ringdisk_command();
-        command.args(["vhost-user", "--daemonize", "--socket", "s", "--disk", disk]);
+        command.args([
+            "vhost-user",
+            "--daemonize",
+            "--pidfile",
+            "pid",
+            "--socket",
+            "s",
+            "--disk",
+            disk,
+        ]);
         let mut ended: Ended = command
             .stdout(Stdio::piped())
             .stderr(errors)
@@ -337,6 +346,7 @@ fn daemonize_returns_when_it_serves_or_has_failed() {
     };
     let failed = daemonize("path=none").refused(1);
     assert!(failed.contains("cannot open none"), "{failed}");
+    assert!(!exists(&world.path("pid")), "nobody serves");
 
     let said = daemonize("path=a.qcow2").success();
     let process = said
@@ -344,10 +354,11 @@ fn daemonize_returns_when_it_serves_or_has_failed() {
         .and_then(|rest| rest.strip_suffix(")\n"))
         .unwrap_or_else(|| panic!("{said:?}"));
     UnixStream::connect(world.path("s")).expect("it listens");
+    assert_eq!(world.bytes("pid"), format!("{process}\n").as_bytes());
     let stopped = Command::new("kill").arg(process).status();
     assert!(stopped.expect("run kill").success());
     let deadline = Instant::now() + Duration::from_secs(20);
-    while exists(&world.path("s")) {
+    while exists(&world.path("s")) || exists(&world.path("pid")) {
         assert!(Instant::now() < deadline, "it did not end within 20 s");
         std::thread::sleep(Duration::from_millis(5));
     }

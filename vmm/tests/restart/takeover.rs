@@ -55,22 +55,28 @@ fn image_stays_locked_across_takeovers() {
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let mut random = Random::new(0x10c4);
     let mut client = Client::new(BLOCKS, false);
-    let mut old = world.serve(&["--restartable"]);
+    let mut old = world.serve(&["--restartable", "--pidfile", "pid"]);
     client.connect(&world.path("socket"));
     client.work(&mut random, Duration::from_millis(20));
     let over = AtomicBool::new(false);
     let image = world.path("disk.qcow2");
+    let pid = || -> u32 {
+        let id = std::fs::read_to_string(world.path("pid")).expect("a process id");
+        id.trim_end().parse().expect("a process id")
+    };
     let old = std::thread::scope(|scope| {
         let watch = scope.spawn(|| watch_lock(&image, &over));
         for round in 0..5 {
             // One that cannot take over, so that the old one takes back what it had handed over; and one that can.
-            let mut less = world.serve(&["--takeover"]);
+            let mut less = world.serve(&["--takeover", "--pidfile", "pid"]);
             work_until(&mut client, &mut random, || !less.is_running());
             assert_eq!(less.wait(), Some(1), "round {round}");
             assert!(old.is_running(), "round {round}: {}", world.log());
-            let new = world.serve(&["--takeover", "--restartable"]);
+            assert_eq!(pid(), old.pid(), "round {round}");
+            let new = world.serve(&["--takeover", "--restartable", "--pidfile", "pid"]);
             work_until(&mut client, &mut random, || !old.is_running());
             assert_eq!(old.wait(), Some(0), "round {round}: {}", world.log());
+            assert_eq!(pid(), new.pid(), "round {round}");
             old = new;
         }
         client.drain();
@@ -83,6 +89,7 @@ fn image_stays_locked_across_takeovers() {
     });
     assert!(client.is_connected());
     assert_eq!(old.stop(), Some(0), "{}", world.log());
+    assert!(!world.path("pid").exists());
     // And given back in the end.
     let over = AtomicBool::new(false);
     let (looks, unlocked) = std::thread::scope(|scope| {
