@@ -6,8 +6,8 @@
 # Each word is a target of the Makefile. FIRST are made in this order, then BUILD, then the tests are built; ASIDE are made beside
 # both builds, as they mostly wait for the network. The first that fails ends the run. Then the tests of the lab begin, whose
 # guests wait now and then, and use one CPU or two; beside them BESIDE are made, with what the guests leave of the CPUs, and the
-# tests of the other packages run. The summary gives the time of each of them, of all together, of each suite, and of the slowest
-# tests.
+# tests of the other packages run. The summary gives the time of each of them and what of the CPUs it took, the time of all together, of
+# each suite, and of the slowest tests.
 #
 # Nothing may be skipped in silence: a test that meets a machine without what it needs fails, and says
 # what to install. Where no installing helps (say, a kernel that refuses io_uring), the test prints
@@ -30,13 +30,19 @@ steps=$logs/steps
 aside=
 trap '[ -z "$aside" ] || kill -- -"$aside" 2>/dev/null || true; rm -rf "$logs"' EXIT
 
-# timed STEP COMMAND…: notes the step's seconds, whether or not it succeeds.
+# timed STEP COMMAND…: notes the step's seconds, and those of CPU that its processes took, whether or not it succeeds.
 timed() {
     local step=$1 began status=0
     shift
+    times >"$logs/before-$step"
     began=$(date +%s%N)
     "$@" || status=$?
-    awk -v step="$step" -v ns="$(($(date +%s%N) - began))" 'BEGIN { printf "%s %.1f\n", step, ns / 1e9 }' >>"$steps"
+    local ns=$(($(date +%s%N) - began))
+    times >"$logs/after-$step"
+    # The second line is that of processes that have ended: `1m2.003s 0m0.400s`.
+    awk -v step="$step" -v ns="$ns" '
+        FNR == 2 { for (i = 1; i <= 2; i++) { split($i, part, /[ms]/); cpu += (FNR == NR ? -1 : 1) * (60 * part[1] + part[2]) } }
+        END { printf "%s %.1f %.1f\n", step, ns / 1e9, cpu }' "$logs/before-$step" "$logs/after-$step" >>"$steps"
     return "$status"
 }
 

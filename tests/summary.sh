@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The closing summary of a run of the suite, from the output of cargo: summary.sh LOG [STEPS]
 #
-# Prints the time of each step (the lines `NAME SECONDS` of the file STEPS), of each suite and of the slowest tests, the
+# Prints the time of each step (the lines `NAME SECONDS [OF-CPU]` of the file STEPS), of each suite and of the slowest tests, the
 # output of each failed test, what could not run, what was begun again, and the totals. Fails if no test ran, or if more than two tests were begun
 # again: an emulator fails rarely by itself, also beside builds.
 set -euo pipefail
@@ -70,7 +70,7 @@ failures() {
 echo
 if [ -n "$steps" ]; then
     echo "=== steps"
-    awk '{ printf "%9.1f s  %s\n", $2, $1 }' "$steps"
+    awk '{ cpu = NF > 2 ? sprintf(" (%.0f s of CPU)", $3) : ""; printf "%9.1f s  %s%s\n", $2, $1, cpu }' "$steps"
 fi
 echo "=== suites"
 suites

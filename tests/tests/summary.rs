@@ -68,7 +68,7 @@ fn summary_adds_up_suites_and_prints_their_times() {
 
 #[test]
 fn summary_prints_the_slowest_tests_and_the_time_of_each_step() {
-    let (said, output) = summary_with_steps(LOG, "setup 0.5\nlint 61.0\nall 62\n");
+    let (said, output) = summary_with_steps(LOG, "setup 0.5\nlint 61.0 80.4\nall 62\n");
     assert!(output.status.success(), "{output:?}");
     assert_eq!(
         section(&said, "the slowest tests"),
@@ -80,7 +80,11 @@ fn summary_prints_the_slowest_tests_and_the_time_of_each_step() {
     );
     assert_eq!(
         section(&said, "steps"),
-        ["      0.5 s  setup", "     61.0 s  lint", "     62.0 s  all"]
+        [
+            "      0.5 s  setup",
+            "     61.0 s  lint (80 s of CPU)",
+            "     62.0 s  all"
+        ]
     );
     let many: String = (0..20)
         .map(|n| format!("test t{n} ... ok <{n}.000s>\n"))
