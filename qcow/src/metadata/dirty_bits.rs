@@ -409,21 +409,28 @@ impl DirtyBitmaps {
         let write = |(index, chunk): (usize, u64)| {
             let bitmap = self.list.get(index)?;
             let offset = bitmap.place(chunk, cluster_size)?;
+            let Chunk { changed, stored } = bitmap.chunks.get(chunk as usize)?;
+            let load = |word: &AtomicU64| word.load(Ordering::SeqCst);
+            let both = stored.iter().zip(changed.iter());
+            let mut words: Vec<u64> = both
+                .map(|(stored, changed)| load(stored) | load(changed))
+                .collect();
             let first = chunk * bitmap.chunk_words;
-            let opened = opened.get(&(index, chunk));
-            let is_open =
-                |word| opened.is_some_and(|ranges| ranges.iter().any(|range| range.contains(&word)));
-            let content = |word| {
-                if is_open(word) {
-                    return bitmap.valid(word);
+            for word in opened
+                .get(&(index, chunk))
+                .into_iter()
+                .flatten()
+                .cloned()
+                .flatten()
+            {
+                if let Some(place) = words.get_mut((word - first) as usize) {
+                    *place = bitmap.valid(word);
                 }
-                let load = |word: Option<&AtomicU64>| word.map_or(0, |word| word.load(Ordering::SeqCst));
-                load(bitmap.stored(word)) | load(bitmap.changed(word))
-            };
+            }
             Some(ChunkWrite {
                 bitmap: index,
                 chunk,
-                words: (first..first + bitmap.chunk_words).map(content).collect(),
+                words,
                 offset,
             })
         };
@@ -433,11 +440,13 @@ impl DirtyBitmaps {
     /// Ends a round: its chunks are stored, durably.
     pub(crate) fn end_round(&self, written: &[ChunkWrite]) {
         for write in written {
-            let Some(bitmap) = self.list.get(write.bitmap) else {
+            let bitmap = self.list.get(write.bitmap);
+            let Some(chunk) = bitmap.and_then(|bitmap| bitmap.chunks.get(write.chunk as usize)) else {
                 continue;
             };
-            for (word, bits) in (write.chunk * bitmap.chunk_words..).zip(&write.words) {
-                if let Some(stored) = bitmap.stored(word) {
+            for (stored, bits) in chunk.stored.iter().zip(&write.words) {
+                // Most have been stored before.
+                if stored.load(Ordering::SeqCst) & bits != *bits {
                     stored.fetch_or(*bits, Ordering::SeqCst);
                 }
             }
