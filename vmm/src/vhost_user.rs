@@ -42,7 +42,7 @@ use served::{Served, allowed, close, confine, descriptors, find, serve};
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
 
-/// What a server has besides the sockets of its disks.
+/// Paths and addresses of a server, besides the sockets of its disks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Places<'a> {
     /// The path of the control socket.

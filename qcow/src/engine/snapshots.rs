@@ -29,6 +29,7 @@ pub use apply::DiskSize;
 use error::L2_TABLES_BYTES_MAX;
 pub use error::{SnapshotError, SnapshotSelector};
 
+use super::exclusive::Exclusive;
 use super::switch::Switch;
 use super::{QcowDisk, Queue, corrupt, flush};
 use crate::format::l1::L1_ENTRY_SIZE;
@@ -158,6 +159,17 @@ pub(super) struct Operation<'a> {
     pub(super) queue: &'a Rc<Queue>,
     pub(super) switch: Switch<'a>,
     pub(super) geometry: Geometry,
+}
+
+impl<'a> Operation<'a> {
+    /// Begins with the state in use, which does not change in an exclusive section.
+    fn new<Turn>(queue: &'a Rc<Queue>, section: &Exclusive<'_, Turn>) -> Result<Self, IoError> {
+        Ok(Self {
+            queue,
+            switch: Switch::new(queue, section)?,
+            geometry: queue.shared.geometry,
+        })
+    }
 }
 
 impl Operation<'_> {

@@ -64,7 +64,7 @@ impl Released {
     }
 
     /// Returns true if the clusters are in more runs than an operation may free.
-    pub(super) fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.runs > RUNS_MAX
     }
 

@@ -41,11 +41,7 @@ pub(super) async fn apply(
     let snapshot = entries.remove(selector.find(&entries)?);
     let old_bytes = queue.metadata()?.size_bytes;
     let restored = async || -> Result<(Switch<'_>, u64), SnapshotError> {
-        let mut operation = Operation {
-            queue,
-            switch: Switch::new(queue, &section)?,
-            geometry: queue.shared.geometry,
-        };
+        let mut operation = Operation::new(queue, &section)?;
         let new_bytes = operation.size_of(&snapshot, size)?;
         operation.restore(&snapshot, &entries, new_bytes).await?;
         Ok((operation.switch, new_bytes))

@@ -12,7 +12,6 @@ use block::canary::{Rule, broken};
 use super::error::{SNAPSHOT_NAME_MAX, SnapshotError, text};
 use super::prepare::{Changes, Prepared, SLICES_AT_ONCE, prepare};
 use super::{Operation, encode, read_entries, without_copied};
-use crate::engine::switch::Switch;
 use crate::engine::{Queue, exclusive};
 use crate::format::validate::SNAPSHOTS_MAX;
 use crate::format::{ClusterUse, HostCluster, HostOffset, L2TableRef, SnapshotEntry};
@@ -63,11 +62,7 @@ pub(super) async fn create(queue: &Rc<Queue>, name: &str, date: SystemTime) -> R
     })
     .await?;
     let section = exclusive::alone(queue, turn).await?;
-    let mut operation = Operation {
-        queue,
-        switch: Switch::new(queue, &section)?,
-        geometry: queue.shared.geometry,
-    };
+    let mut operation = Operation::new(queue, &section)?;
     let old_l1 = operation.share_all(&mut prepared).await?;
     let extra = [0, operation.switch.next.size_bytes, u64::MAX];
     entries.push(SnapshotEntry {

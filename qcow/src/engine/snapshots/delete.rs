@@ -12,7 +12,6 @@ use super::error::SnapshotError;
 use super::kept::Kept;
 use super::prepare::{Changes, Prepared, SLICES_AT_ONCE, prepare};
 use super::{Operation, SnapshotSelector, encode, read_entries};
-use crate::engine::switch::Switch;
 use crate::engine::{Queue, exclusive};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{ClusterUse, L1Entry, L2Entry, L2Table, L2TableMut, L2TableRef, SnapshotEntry};
@@ -44,11 +43,7 @@ pub(super) async fn delete(queue: &Rc<Queue>, selector: &SnapshotSelector) -> Re
     })
     .await?;
     let section = exclusive::alone(queue, turn).await?;
-    let mut operation = Operation {
-        queue,
-        switch: Switch::new(queue, &section)?,
-        geometry: queue.shared.geometry,
-    };
+    let mut operation = Operation::new(queue, &section)?;
     operation.give_back(&mut prepared).await?;
     operation.commit(&header, &entries, old_table_bytes).await?;
     prepared.keep();
@@ -121,7 +116,7 @@ impl Operation<'_> {
         Ok(())
     }
 
-    /// Returns the clusters of which the disk has become the only user, if all counts are right.
+    /// Returns the clusters of which the disk has become the only user, if all counts are right; of too many runs, the first.
     async fn sole(&mut self, tables: &[(usize, L2TableRef)]) -> Result<Released, SnapshotError> {
         let mut sole = Released::default();
         for some in tables.chunks(self.switch.tables_at_once()) {
@@ -131,6 +126,9 @@ impl Operation<'_> {
                     ranges.push(self.cluster_at(table.host));
                 }
                 for cluster in ranges.into_iter().flat_map(|(first, end)| first.until(end)) {
+                    if sole.is_full() {
+                        return Ok(sole);
+                    }
                     if self.count(cluster).await? == 1 {
                         sole.insert(cluster);
                     }

@@ -66,7 +66,7 @@ impl Prepared {
     }
 }
 
-/// What requests have changed since a part of the next state was prepared.
+/// Changes that requests have made since a part of the next state was prepared.
 pub(super) struct Changes {
     /// The disk's L1 table, with the copies that were prepared of the tables that it still has.
     pub(super) l1: Vec<L1Entry>,

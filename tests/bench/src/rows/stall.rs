@@ -20,7 +20,7 @@ const STALL_MS: f64 = 20.0;
 /// The bytes that are written again and again while all of the disk is mapped.
 const WORKING_SET_BYTES: u64 = 64 << 20;
 const NAME: &str = "stall";
-/// What is asked of the server meanwhile.
+/// Requests to the server's control socket.
 const CREATE: &str = "snapshot-create";
 const DELETE: &str = "snapshot-delete";
 /// Nothing that changes a disk, which has a snapshot: its clusters are copied when they are written.
