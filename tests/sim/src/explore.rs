@@ -5,6 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
+
 use crate::judge::Tally;
 use crate::plan::{Case, Explore};
 use crate::run::{Failure, run};
@@ -21,8 +23,36 @@ pub struct Goal {
     pub states: u64,
     /// But not before so many seeds have run.
     pub seeds: u64,
-    /// And at the latest after this long.
-    pub time: Duration,
+    /// And at the latest at this.
+    pub limit: Limit,
+}
+
+/// The most that an exploration may take.
+#[derive(Clone, Copy, Debug)]
+pub enum Limit {
+    /// So much time.
+    Elapsed(Duration),
+    /// So much CPU time for each of its threads: a machine that is busy with other things does not end it early.
+    Cpu(Duration),
+}
+
+impl Limit {
+    /// Returns true for an exploration that began then, each of whose threads has taken so much CPU time.
+    fn is_over(self, begun: Instant, cpu: Duration) -> bool {
+        match self {
+            Self::Elapsed(most) => begun.elapsed() >= most,
+            Self::Cpu(most) => cpu >= most,
+        }
+    }
+}
+
+/// The CPU time that the current thread has taken.
+fn cpu_time() -> Duration {
+    let taken = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(
+        taken.tv_sec.unsigned_abs(),
+        u32::try_from(taken.tv_nsec).unwrap_or_default(),
+    )
 }
 
 /// A run that failed.
@@ -150,7 +180,7 @@ pub struct Explored {
     pub next_seed: u64,
     /// The first failure by source, if any.
     pub failed: Option<Failed>,
-    /// CPU seconds: time that threads spent.
+    /// The CPU time that all threads took.
     pub busy: Duration,
     /// Requests answered, and FLUSHes among them.
     pub answered: u64,
@@ -244,11 +274,11 @@ pub fn explore(
     let next_seed = AtomicU64::new(first_seed);
     let states = AtomicU64::new(0);
     let stop = AtomicBool::new(false);
-    let end = Instant::now() + goal.time;
+    let threads = u32::try_from(threads.max(1)).unwrap_or(u32::MAX);
+    let begun = Instant::now();
     let total = Mutex::new(Explored::default());
     let watchdog = Watchdog::start();
-    let work = || {
-        let begun = Instant::now();
+    let work = |each_before: Duration| {
         let mut own = Explored::default();
         own.tally.qemu_every = qemu_every;
         while !stop.load(Ordering::Relaxed) {
@@ -264,7 +294,7 @@ pub fn explore(
             } else {
                 let seeds = next_seed.load(Ordering::Relaxed) - first_seed;
                 let reached = states.load(Ordering::Relaxed) >= goal.states && seeds >= goal.seeds;
-                if reached || Instant::now() >= end {
+                if reached || goal.limit.is_over(begun, each_before + cpu_time()) {
                     break;
                 }
                 let seed = next_seed.fetch_add(1, Ordering::Relaxed);
@@ -286,7 +316,7 @@ pub fn explore(
             }
         }
         watchdog.done();
-        own.busy = begun.elapsed();
+        own.busy = cpu_time();
         let mut total = total.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         total.tally.add(own.tally);
         total.seeds += own.seeds;
@@ -298,16 +328,18 @@ pub fn explore(
             total.failed = own.failed;
         }
     };
+    let mut each = Duration::ZERO;
     loop {
         std::thread::scope(|scope| {
-            for _ in 0..threads.max(1) {
-                scope.spawn(work);
+            for _ in 0..threads {
+                scope.spawn(|| work(each));
             }
         });
         let total = total.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         // Threads that met the same states have each counted them.
         let distinct = total.tally.images.len() as u64;
-        if total.failed.is_some() || distinct >= goal.states || Instant::now() >= end {
+        each = total.busy / threads;
+        if total.failed.is_some() || distinct >= goal.states || goal.limit.is_over(begun, each) {
             break;
         }
         states.store(distinct, Ordering::Relaxed);
@@ -317,4 +349,24 @@ pub fn explore(
         .unwrap_or_else(std::sync::PoisonError::into_inner);
     explored.next_seed = next_seed.into_inner();
     explored
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A machine that is busy with other things keeps a thread waiting, as a sleep does.
+    #[test]
+    fn limit_of_cpu_time_does_not_count_waiting() {
+        let begun = Instant::now();
+        let most = Duration::from_secs(1);
+        std::thread::spawn(move || {
+            std::thread::sleep(most);
+            assert!(!Limit::Cpu(most).is_over(begun, cpu_time()));
+            assert!(Limit::Elapsed(most).is_over(begun, cpu_time()));
+            assert!(Limit::Cpu(most).is_over(begun, most + cpu_time()));
+        })
+        .join()
+        .expect("a thread");
+    }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use block::canary::Rule;
 use clap::{Parser, Subcommand};
-use ringdisk_sim::explore::{Explored, Failed, Goal, Source, explore};
+use ringdisk_sim::explore::{Explored, Failed, Goal, Limit, Source, explore};
 use ringdisk_sim::judge::Tally;
 use ringdisk_sim::plan::Case;
 use ringdisk_sim::run::{Failure, run};
@@ -38,7 +38,7 @@ enum Task {
         /// The first of the new seeds; drawn from the clock by default.
         #[arg(long)]
         from: Option<u64>,
-        /// The most seconds.
+        /// The most seconds of CPU time for each thread.
         #[arg(long, default_value_t = 600)]
         seconds: u64,
         /// The number of threads; one for each CPU by default.
@@ -120,7 +120,7 @@ fn main() -> ExitCode {
             let goal = Goal {
                 states: states / 2,
                 seeds: seeds / 2,
-                time: Duration::from_secs(seconds / 2),
+                limit: Limit::Cpu(Duration::from_secs(seconds / 2)),
             };
             run_kept()
                 && explore_once("same", 1, goal, true, threads, rate)
@@ -244,8 +244,8 @@ fn explore_once(
     let states = explored.tally.images.len() as u64;
     if states < goal.states {
         eprintln!(
-            "FAILED: {states} distinct crash states in {took:.0?}, expected {}",
-            goal.states
+            "FAILED: {states} distinct crash states in {took:.0?} ({:.0?} of CPU time), expected {}",
+            explored.busy, goal.states
         );
         return false;
     }
@@ -384,7 +384,7 @@ fn soak(time: Duration, state: &Path, threads: Option<usize>) -> bool {
     let goal = Goal {
         states: u64::MAX,
         seeds: 0,
-        time,
+        limit: Limit::Elapsed(time),
     };
     let begun = Instant::now();
     let explored = explore(from, goal, false, cpus(threads), 20_011, &|line| {
@@ -443,7 +443,7 @@ fn canaries(states: u64, seeds: u64) -> bool {
     let goal = Goal {
         states,
         seeds: 150,
-        time: Duration::from_secs(600),
+        limit: Limit::Cpu(Duration::from_secs(600)),
     };
     if !explore_once("new", new_seed(), goal, false, None, None) {
         return false;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use ringdisk_sim::bitmaps::Counts;
-use ringdisk_sim::explore::{Goal, Source, explore};
+use ringdisk_sim::explore::{Goal, Limit, Source, explore};
 use ringdisk_sim::judge::Tally;
 use ringdisk_sim::plan::{Ask, Planned};
 use ringdisk_sim::record::Reached;
@@ -36,7 +36,7 @@ fn explore_reaches_its_goal_despite_shared_states() {
         let goal = Goal {
             states,
             seeds: 0,
-            time: Duration::from_secs(60),
+            limit: Limit::Cpu(Duration::from_secs(60)),
         };
         let explored = explore(700, goal, false, 4, 0, &|_| {});
         assert!(explored.failed.is_none(), "{:?}", explored.failed);
