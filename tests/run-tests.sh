@@ -84,8 +84,9 @@ set -m
 timed lab-tests part lab --tests >"$logs/lab" &
 aside=$!
 set +m
+failed=()
 for step in ${groups[3]}; do
-    timed "$step" nice make --no-print-directory "$step" || failed="${failed:-}${failed:+, }$step"
+    timed "$step" nice make --no-print-directory "$step" > >(tee "$logs/output-$step") 2>&1 || failed+=("$step")
 done
 timed other-tests part others | tee "$logs/others" || status=1
 wait $aside || status=1
@@ -94,8 +95,9 @@ cat "$logs/lab"
 cat "$logs/others" "$logs/lab" >"$logs/all"
 echo "all $(($(date +%s) - start))" >>"$steps"
 tests/summary.sh "$logs/all" "$steps" || status=1
-if [ -n "${failed:-}" ]; then
-    echo "!!! steps that failed: $failed; search for 'Error' above"
+for step in "${failed[@]}"; do
+    echo "!!! step '$step' failed; the end of what it said:"
+    tail -n 40 "$logs/output-$step"
     status=1
-fi
+done
 exit "$status"
