@@ -1,8 +1,8 @@
-# One entry point, the same by hand and in continuous integration (.ci/run is `make test`).
+# One entry point, the same by hand and in continuous integration (.ci/run).
 #
 #   make setup   the lab: QEMU, a guest kernel, a root file system (root, Debian 12; at once if all is there)
 #   make check   before a commit, in minutes: formatting, clippy, unit tests, the house rules, a short crash exploration
-#   make test    everything that must hold: setup, lint, doc, and all tests; says what could not run here
+#   make test    all tests, with what they need: the tools, the lab, the build; says what could not run here
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
 #   make deb     the Debian package, in target/deb; lintian judges it, and a guest installs, uses, upgrades and removes it
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json; ARGS=--help for what else it does
@@ -35,7 +35,7 @@ check: lint
 
 # The steps before the tests are made by the script, which measures them.
 test:
-	tests/run-tests.sh tools -- setup -- build -- lint doc counts models explore canaries
+	tests/run-tests.sh tools -- setup -- build -- counts models explore canaries
 
 # One build of the explorer, with assertions and with rules that can be broken; unless they are, it does what any other does. No other
 # program is built like this: cargo keeps what it builds with a feature apart.

@@ -205,19 +205,18 @@ fn on_each_own(
 
 /// Runs `script` on the newest kernel that is to be had, and hands what it said to `judge`: what our programs decide for themselves,
 /// whatever the driver is.
-fn on_newest(cpus: u16, script: &str, judge: impl Fn(&Outcome)) -> Result<(), Error> {
-    let lab = newest();
+fn on_newest(cpus: u16, script: &str, judge: impl Fn(Kernel, &Outcome)) -> Result<(), Error> {
+    let (kernel, lab) = newest();
     let scratch = Scratch::new()?;
-    judge(&run_in(&lab, &scratch, cpus, script, Ok, |guest| guest)?);
+    judge(kernel, &run_in(&lab, &scratch, cpus, script, Ok, |guest| guest)?);
     Ok(())
 }
 
-/// The lab with the newest kernel that is to be had.
-fn newest() -> Lab {
-    let newer = lab::require_kernel(Kernel::V7);
-    newer
-        .or_else(|| lab::require_kernel(Kernel::V6_12))
-        .expect("the kernel of the lab itself")
+/// The newest kernel that is to be had, and its lab.
+fn newest() -> (Kernel, Lab) {
+    let newer = [Kernel::V7, Kernel::V6_12].into_iter();
+    let mut there = newer.filter_map(|kernel| Some((kernel, lab::require_kernel(kernel)?)));
+    there.next().expect("the kernel of the lab itself")
 }
 
 /// The transports that a kernel has.

@@ -9,7 +9,7 @@ const OPERATIONS: &str = include_str!("../../guest/ublk/operations.sh");
 
 #[test]
 fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Error> {
-    on_newest(2, OPERATIONS, |outcome| {
+    on_newest(2, OPERATIONS, |_, outcome| {
         let all = said(outcome);
         let lines = |key: &str| -> Vec<String> {
             let lines = outcome.lines().filter_map(|line| line.strip_prefix(key));
@@ -127,7 +127,7 @@ const UDEV: &str = include_str!("../../guest/ublk/udev.sh");
 fn udev_names_devices_and_reads_only_allowed_contents() -> Result<(), Error> {
     let [daemon, tool, rules] = udev();
     let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
-    let (lab, scratch) = (newest(), Scratch::new()?);
+    let ((_, lab), scratch) = (newest(), Scratch::new()?);
     let outcome = run_with(&lab, &scratch, UDEV, |tools| {
         tools
             .program(&daemon, "systemd-udevd")?

@@ -1,13 +1,13 @@
 //! Many devices of one server, killed and recovered with I/O under way; a server that fails to recover; what I/O sees in each
 //! mode of recovery; and commands that hang in the kernel.
 
-use super::{run_in, said};
-use lab::{Error, Kernel, Lab, Outcome, Scratch};
+use super::said;
+use lab::{Error, Kernel, Outcome};
 
 /// Functions with which the scripts measure.
 const CLOCK: &str = include_str!("../../guest/ublk/clock.sh");
 
-/// Sixteen devices with four queues each, all of them busy when the server is killed.
+/// Sixteen devices with four queues each, all of them busy when the server is killed. The driver makes no more queues than the guest has CPUs.
 const MANY: &str = include_str!("../../guest/ublk/many.sh");
 
 /// Reads in the modes of recovery that do nothing again.
@@ -15,20 +15,6 @@ const MODES: &str = include_str!("../../guest/ublk/modes.sh");
 
 /// A command that the kernel holds, because a server does not answer.
 const HANG: &str = include_str!("../../guest/ublk/hang.sh");
-
-/// Runs `script` in a guest with so many CPUs: the driver makes no more queues than that.
-fn on(lab: &Lab, cpus: u16, script: &str) -> Result<Outcome, Error> {
-    let scratch = Scratch::new()?;
-    let script = format!("{CLOCK}{script}");
-    run_in(lab, &scratch, cpus, &script, Ok, |guest| guest)
-}
-
-fn on_both(cpus: u16, script: &str, judge: impl Fn(Kernel, &Outcome) + Sync) -> Result<(), Error> {
-    super::on_each(|kernel, lab| {
-        judge(kernel, &on(lab, cpus, script)?);
-        Ok(())
-    })
-}
 
 /// The milliseconds of a line that begins with `key`.
 fn ms(outcome: &Outcome, key: &str) -> u64 {
@@ -41,7 +27,7 @@ fn ms(outcome: &Outcome, key: &str) -> u64 {
 /// The bounds are for machines that do other things too; `make bench` measures.
 #[test]
 fn many_busy_devices_recover_together_and_soon() -> Result<(), Error> {
-    on_both(4, MANY, |kernel, outcome| {
+    super::on_newest(4, &format!("{CLOCK}{MANY}"), |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
         assert!(
@@ -79,7 +65,7 @@ fn many_busy_devices_recover_together_and_soon() -> Result<(), Error> {
 
 #[test]
 fn io_without_a_server_waits_or_fails_by_mode() -> Result<(), Error> {
-    on_both(2, MODES, |kernel, outcome| {
+    super::on_both(&format!("{CLOCK}{MODES}"), |kernel, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
         let modes: &[&str] = if kernel == Kernel::V7 {
@@ -120,7 +106,7 @@ fn io_without_a_server_waits_or_fails_by_mode() -> Result<(), Error> {
 #[test]
 fn hung_kernel_command_is_reported_and_the_program_ends() -> Result<(), Error> {
     // It waits for the kernel all the time, and leaves the machine's other CPUs to other guests.
-    super::on_newest(1, &format!("{CLOCK}{HANG}"), |outcome| {
+    super::on_newest(1, &format!("{CLOCK}{HANG}"), |_, outcome| {
         let all = said(outcome);
         let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
         for (who, command, seconds) in [("del", "STOP_DEV", 60), ("list", "GET_PARAMS", 20)] {

@@ -7,7 +7,7 @@ const USERS: &str = include_str!("../../guest/ublk/users.sh");
 
 #[test]
 fn unprivileged_user_gets_a_device_if_allowed() -> Result<(), Error> {
-    on_newest(2, USERS, |outcome| {
+    on_newest(2, USERS, |_, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
         for (key, text) in [
