@@ -6,20 +6,25 @@
 //! guests for notifications and sleep. If even requests come through the ring and the worker does not poll,
 //! the call that submits a round's ops is the one that waits.
 //!
+//! A frontend that has nothing to do falls asleep by itself, as long as the worker has others: it has asked its guest for a
+//! notification then, and costs nothing until the kick comes. So a worker can serve a thousand idle queues.
+//!
 //! ```text
 //!  config ──▶ WorkerHandle ──commands──▶ Worker (this file): round, sleep ──▶ Frontend: poll, publish
 //!             thread, stop               poll_time: how long to poll          a virtqueue, a ublk queue
 //! ```
 //!
-//! Invariants: between asking for notifications and sleeping every queue is checked once more; a frontend is
-//! removed only when each of its requests has been answered and published.
+//! Invariants: between asking for notifications and sleeping every queue is checked once more; a frontend that sleeps by itself
+//! has nothing in flight, and a kick wakes it; a frontend is removed only when each of its requests has been answered and published.
 
 mod config;
 mod cpus;
 mod frontend;
 mod handle;
 mod poll_time;
+mod pool;
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -34,6 +39,7 @@ use poll_time::PollTime;
 pub use config::{StartHook, StartWorkerError, WorkerConfig};
 pub use frontend::{Frontend, FrontendId};
 pub use handle::{WorkerGone, WorkerHandle};
+pub use pool::WorkerPool;
 
 /// Work for the worker's thread, done between two rounds.
 type Command = Box<dyn FnOnce(&mut Worker) + Send>;
@@ -50,7 +56,12 @@ struct Commands {
 /// State of a worker, on its thread. Reached through [`WorkerHandle::run`], or made [by hand](Worker::by_hand).
 pub struct Worker {
     cx: Context,
-    frontends: Vec<Entry>,
+    /// The frontends that each round looks at.
+    awake: Vec<Entry>,
+    /// Those that wait for a kick, by the token of their watches.
+    asleep: BTreeMap<EventToken, Entry>,
+    /// The tokens of watches that fired, until they are looked at.
+    events: Vec<EventToken>,
     next_id: u64,
     commands: Arc<Commands>,
     poll: PollTime,
@@ -64,21 +75,35 @@ struct Entry {
     watches: Vec<Watch>,
     /// Senders that are dropped when the removal is done; not empty once removal was requested.
     removal: Vec<mpsc::Sender<()>>,
+    /// The rounds in a row in which it had nothing to do.
+    idle: u32,
+}
+
+impl Entry {
+    /// Returns true if it may wait for a kick by itself, and nothing else brings it work.
+    fn may_sleep_alone(&self) -> bool {
+        !self.watches.is_empty()
+            && self.removal.is_empty()
+            && self.frontend.in_flight() == 0
+            && !self.frontend.comes_through_ring()
+    }
 }
 
 impl fmt::Debug for Worker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Worker")
             .field("cx", &self.cx)
-            .field("frontends", &self.frontends.len())
+            .field("awake", &self.awake.len())
+            .field("asleep", &self.asleep.len())
             .finish_non_exhaustive()
     }
 }
 
-/// The wake-up's token; frontends' watches all share the other. Events only end a sleep; the next round finds the
-/// work by polling.
+/// The wake-up's token; those of frontends' watches follow. Events only end a sleep; the next round finds the work by polling.
 const WAKE: EventToken = 0;
-const KICK: EventToken = 1;
+
+/// After so many rounds without anything to do a frontend falls asleep by itself: about as long as a worker polls.
+const IDLE_ROUNDS: u32 = if cfg!(shuttle) { 1 } else { 128 };
 
 impl Worker {
     /// Makes a worker without a thread: its owner calls [`Worker::round`], and can interleave several of them in one
@@ -91,7 +116,9 @@ impl Worker {
     fn new(cx: Context, commands: Arc<Commands>, poll: PollTime) -> Self {
         Self {
             cx,
-            frontends: Vec::new(),
+            awake: Vec::new(),
+            asleep: BTreeMap::new(),
+            events: Vec::new(),
             next_id: 0,
             commands,
             poll,
@@ -115,17 +142,18 @@ impl Worker {
         frontend: Box<dyn Frontend>,
         kicks: Vec<std::os::fd::OwnedFd>,
     ) -> io::Result<FrontendId> {
+        let id = FrontendId(self.next_id);
         let watches = kicks
             .into_iter()
-            .map(|fd| self.cx.ring().watch(fd, KICK))
+            .map(|fd| self.cx.ring().watch(fd, id.token()))
             .collect::<io::Result<Vec<_>>>()?;
-        let id = FrontendId(self.next_id);
         self.next_id += 1;
-        self.frontends.push(Entry {
+        self.awake.push(Entry {
             id,
             frontend,
             watches,
             removal: Vec::new(),
+            idle: 0,
         });
         Ok(id)
     }
@@ -133,10 +161,56 @@ impl Worker {
     /// Requests a frontend's removal; `done` is dropped when it has drained and is gone. An unknown frontend
     /// counts as gone.
     pub fn remove(&mut self, id: FrontendId, done: mpsc::Sender<()>) {
-        if let Some(entry) = self.frontends.iter_mut().find(|entry| entry.id == id) {
+        self.wake(id.token());
+        if let Some(entry) = self.awake.iter_mut().find(|entry| entry.id == id) {
             entry.watches.clear();
             entry.removal.push(done);
         }
+    }
+
+    /// Wakes the frontend with this token. Returns true if it slept by itself.
+    fn wake(&mut self, token: EventToken) -> bool {
+        let Some(mut entry) = self.asleep.remove(&token) else {
+            return false;
+        };
+        entry.frontend.end_sleep();
+        entry.idle = 0;
+        self.awake.push(entry);
+        true
+    }
+
+    /// Wakes the frontends that were kicked. Returns true if there were any.
+    fn wake_kicked(&mut self) -> bool {
+        let mut events = std::mem::take(&mut self.events);
+        self.cx.ring().take_events(&mut events);
+        let mut any = false;
+        for token in events.drain(..) {
+            any |= self.wake(token);
+        }
+        self.events = events;
+        any
+    }
+
+    /// Has frontends fall asleep that have had nothing to do for a while, so that those which have go faster. With one frontend
+    /// it is the worker that sleeps.
+    fn rest_idle(&mut self) {
+        if self.awake.len() < 2 {
+            return;
+        }
+        let rests = |entry: &mut Entry| {
+            entry.idle += 1;
+            if entry.idle < IDLE_ROUNDS || !entry.may_sleep_alone() {
+                return false;
+            }
+            entry.idle = 0;
+            let stays = entry.frontend.prepare_sleep();
+            if stays {
+                entry.frontend.end_sleep();
+            }
+            !stays
+        };
+        let resting = self.awake.extract_if(.., rests);
+        self.asleep.extend(resting.map(|entry| (entry.id.token(), entry)));
     }
 
     fn run_commands(&mut self) -> bool {
@@ -157,13 +231,16 @@ impl Worker {
     /// Takes the new requests of all frontends. Returns true if there were any.
     fn take_requests(&mut self) -> bool {
         let mut any = false;
-        for entry in &mut self.frontends {
-            if entry.removal.is_empty() {
-                any |= entry.frontend.poll();
+        for entry in &mut self.awake {
+            if entry.removal.is_empty() && entry.frontend.poll() {
+                entry.idle = 0;
+                any = true;
             }
         }
         if any {
-            let alone = matches!(&self.frontends[..], [only] if only.frontend.in_flight() == 1);
+            // One that sleeps may be kicked any time.
+            let alone =
+                self.asleep.is_empty() && matches!(&self.awake[..], [only] if only.frontend.in_flight() == 1);
             self.cx.sync_history().arrived(alone);
         }
         any
@@ -190,22 +267,28 @@ impl Worker {
                 self.cx.sync_history().disturbed();
             }
         }
-        for entry in &mut self.frontends {
-            worked |= entry.frontend.publish();
+        for entry in &mut self.awake {
+            if entry.frontend.publish() {
+                entry.idle = 0;
+                worked = true;
+            }
         }
-        self.frontends.retain_mut(|entry| {
+        self.awake.retain_mut(|entry| {
             let gone = !entry.removal.is_empty() && entry.frontend.in_flight() == 0;
             if gone {
                 entry.frontend.removed();
             }
             !gone
         });
+        self.rest_idle();
+        worked |= self.wake_kicked();
         Ok(worked)
     }
 
     fn drained(&self) -> bool {
         self.commands.stop.load(Ordering::Acquire)
-            && self.frontends.is_empty()
+            && self.awake.is_empty()
+            && self.asleep.is_empty()
             && self.cx.tasks() == 0
             && self.cx.ring().in_flight() == 0
             && !self.commands.waiting.load(Ordering::Acquire)
@@ -216,18 +299,22 @@ impl Worker {
     pub fn may_sleep_at_once(&self) -> bool {
         // A frontend that is being removed is not polled.
         let may = |entry: &Entry| entry.removal.is_empty() && entry.frontend.comes_through_ring();
-        self.frontends.iter().all(may)
+        self.awake.iter().all(may)
     }
 
     /// Asks every source of work to wake this worker, and checks each once more. Returns false if there is work
     /// already. The caller must call [`Worker::end_sleep`] next, or after the sleep.
     pub fn prepare_sleep(&mut self) -> bool {
         let mut stay = false;
-        for entry in &mut self.frontends {
-            if entry.removal.is_empty() {
-                stay |= entry.frontend.prepare_sleep();
-            }
-        }
+        let is_alone = self.asleep.is_empty() && self.awake.len() < 2;
+        let rests = |entry: &mut Entry| {
+            let stays = entry.removal.is_empty() && entry.frontend.prepare_sleep();
+            stay |= stays;
+            // It sleeps on when the worker wakes for another.
+            !stays && !is_alone && entry.may_sleep_alone()
+        };
+        let resting = self.awake.extract_if(.., rests);
+        self.asleep.extend(resting.map(|entry| (entry.id.token(), entry)));
         !stay && self.cx.run_queue().prepare_sleep()
     }
 
@@ -240,9 +327,10 @@ impl Worker {
     /// Turns wake-ups and notifications off again.
     pub fn end_sleep(&mut self) {
         self.cx.run_queue().end_sleep();
-        for entry in &mut self.frontends {
+        for entry in &mut self.awake {
             entry.frontend.end_sleep();
         }
+        self.wake_kicked();
     }
 
     /// Sleeps until an event comes, unless there is work already.
@@ -257,12 +345,9 @@ impl Worker {
     }
 
     fn serve(&mut self) -> io::Result<()> {
-        let mut events = Vec::new();
         let mut idle_since: Option<Instant> = None;
         loop {
             let worked = self.round()?;
-            self.cx.ring().take_events(&mut events);
-            events.clear();
             // Polling is for guests' requests only. I/O in flight wakes the worker just as fast, and a task without
             // I/O waits for another thread, which may need this CPU.
             let waits_for_guests = self.cx.ring().in_flight() == 0 && self.cx.tasks() == 0;

@@ -1,8 +1,8 @@
 //! The in-flight slots: the state of each op from submission until its completion is reaped.
 //!
-//! Slots are allocated once per ring and never move, because the kernel may read a slot's slice list while
-//! the op is being started. `user_data` is a slot's index and its generation, so that a stale completion
-//! is detected. Life cycle of a slot: `Free → InFlight → (Finished →) Free`.
+//! The slots of ops are allocated once per ring and never move, because the kernel may read a slot's slice list while the op is being
+//! started. Watches have slots of their own, as many as there are watches: so a full ring can still be woken. `user_data` is a slot's
+//! index and its generation, so that a stale completion is detected. Life cycle of a slot: `Free → InFlight → (Finished →) Free`.
 
 use std::rc::Rc;
 use std::task::Waker;
@@ -295,49 +295,60 @@ impl Slot {
     }
 }
 
-/// Slots that only watches take, so that a full ring can still be woken.
-const WATCH_SLOTS: u32 = 64;
-
 /// All slots of a ring.
 #[derive(Debug)]
 pub(super) struct Slots {
+    /// Those of ops.
     list: Vec<Slot>,
     free: Vec<u32>,
+    /// Those of watches, whose indices follow those of ops. The kernel reads nothing of them.
+    watches: Vec<Slot>,
+    free_watches: Vec<u32>,
     /// Futures that wait for a free slot.
     waiters: WaitList,
 }
 
 impl Slots {
-    /// Makes slots for `count` ops, and some for watches.
+    /// Makes slots for `count` ops.
     pub(super) fn new(count: u32) -> Self {
-        let count = count + WATCH_SLOTS;
         Self {
             list: (0..count).map(|_| Slot::new()).collect(),
             free: (0..count).rev().collect(),
+            watches: Vec::new(),
+            free_watches: Vec::new(),
             waiters: WaitList::default(),
         }
     }
 
-    pub(super) fn has_free(&self) -> bool {
-        self.free.len() > WATCH_SLOTS as usize
-    }
-
     /// Takes a free slot for an op, without an owner yet.
     pub(super) fn take(&mut self) -> Option<u32> {
-        if self.has_free() { self.free.pop() } else { None }
-    }
-
-    /// Takes a free slot for a watch, including those reserved for watches.
-    pub(super) fn take_for_watch(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
+    /// Takes a slot for a watch, without an owner yet. `None` if there are as many as can be numbered.
+    pub(super) fn take_for_watch(&mut self) -> Option<u32> {
+        if let Some(index) = self.free_watches.pop() {
+            return Some(index);
+        }
+        let index = u32::try_from(self.list.len() + self.watches.len()).ok()?;
+        self.watches.push(Slot::new());
+        Some(index)
+    }
+
     pub(super) fn get(&self, index: u32) -> Option<&Slot> {
-        self.list.get(index as usize)
+        let index = index as usize;
+        self.list
+            .get(index)
+            .or_else(|| self.watches.get(index - self.list.len()))
     }
 
     pub(super) fn get_mut(&mut self, index: u32) -> Option<&mut Slot> {
-        self.list.get_mut(index as usize)
+        let index = index as usize;
+        let ops = self.list.len();
+        match self.list.get_mut(index) {
+            Some(slot) => Some(slot),
+            None => self.watches.get_mut(index - ops),
+        }
     }
 
     /// Wakes `waker` when a slot becomes free.
@@ -348,7 +359,7 @@ impl Slots {
     /// Frees a slot and everything it held, and returns its owner.
     #[inline]
     pub(super) fn release(&mut self, index: u32) -> Owner {
-        let Some(slot) = self.list.get_mut(index as usize) else {
+        let Some(slot) = self.get_mut(index) else {
             return Owner::Free;
         };
         let owner = std::mem::replace(&mut slot.owner, Owner::Free);
@@ -359,7 +370,7 @@ impl Slots {
     /// Frees a slot, its owner and everything it held.
     #[inline]
     pub(super) fn free(&mut self, index: u32) {
-        let Some(slot) = self.list.get_mut(index as usize) else {
+        let Some(slot) = self.get_mut(index) else {
             return;
         };
         slot.owner = Owner::Free;
@@ -374,6 +385,10 @@ impl Slots {
         slot.retries = 0;
         if !slot.keep.is_empty() {
             slot.keep.clear();
+        }
+        if index as usize >= self.list.len() {
+            self.free_watches.push(index);
+            return;
         }
         self.free.push(index);
         // All of them: a waker on the list may belong to a task that no longer waits, and one of
@@ -400,7 +415,7 @@ impl Slots {
     /// Returns all slots with an op in flight, with their indices.
     pub(super) fn busy(&self) -> impl Iterator<Item = (u32, &Slot)> {
         (0u32..)
-            .zip(&self.list)
+            .zip(self.list.iter().chain(&self.watches))
             .filter(|(_, slot)| !matches!(slot.owner, Owner::Free | Owner::Finished(_)))
     }
 }

@@ -26,8 +26,8 @@ use super::sys::{self, DetachedOp};
 use super::write_threads::WriteThreads;
 use crate::buffer::IoSlice;
 
-/// The number of files that a ring can have registered; past that, plain descriptors are used.
-const FIXED_FILES: u32 = 128;
+/// The least number of files that a ring can have registered; past that, plain descriptors are used.
+const FIXED_FILES_MIN: u32 = 128;
 
 /// The number of ops on files with direct I/O that are started together. A disk that gets all ops of a round
 /// at once idles while they are prepared and again when they have ended together, which costs a tenth of its
@@ -134,19 +134,21 @@ impl UringDriver {
                 "this kernel's io_uring is too old",
             ));
         }
-        let fixed = ring.submitter().register_files_sparse(FIXED_FILES).is_ok();
+        // A ring with room for more ops is one of more disks.
+        let files = FIXED_FILES_MIN.max(entries / 2);
+        let fixed = ring.submitter().register_files_sparse(files).is_ok();
         register_buffers(&ring, table)?;
         restrict(&ring, ops)?;
         let no_iowait = supported_enter_flag(&ring, NO_IOWAIT);
         let fixed_free = if fixed {
-            (0..FIXED_FILES).rev().collect()
+            (0..files).rev().collect()
         } else {
             Vec::new()
         };
         Ok(Self {
             ring,
             fixed_free,
-            natures: vec![Nature::Cached; FIXED_FILES as usize],
+            natures: vec![Nature::Cached; files as usize],
             copies: ScratchCopies::default(),
             unstarted: 0,
             unstarted_direct: 0,

@@ -2,6 +2,8 @@
 //!
 //! Invariant: a frontend is called by its worker only, and none of its methods blocks.
 
+use crate::ring::EventToken;
+
 /// Source of a worker's requests and receiver of the answers: a virtqueue, a ublk queue.
 ///
 /// Called by its worker only. None of these may block.
@@ -36,3 +38,10 @@ pub trait Frontend {
 /// The id of a worker's frontend.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct FrontendId(pub(super) u64);
+
+impl FrontendId {
+    /// The token of its watches, past the worker's own.
+    pub(super) fn token(self) -> EventToken {
+        self.0 + 1
+    }
+}

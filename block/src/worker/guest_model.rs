@@ -1,4 +1,4 @@
-//! Random orders of a worker, its guest and its owner: requests, kicks, removal and stop.
+//! Random orders of a worker, its guests and its owner: requests, kicks, removal and stop.
 
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
@@ -73,63 +73,125 @@ impl Frontend for Guest {
     }
 }
 
-/// Fails if a worker sleeps without another look at its queues after asking for kicks, if a frontend is removed with a
-/// request in flight, if its removal is not reported, and if a worker ends before everything has.
-#[test]
-fn frontend_removal_waits_for_answers_to_all_requests() {
-    let run = || {
-        let file = tempfile::tempfile_in("/dev/shm").unwrap();
-        file.set_len(1 << 16).unwrap();
-        let options = FileOptions {
-            write: true,
-            direct: false,
-        };
-        let disk = RawDisk::new(ImageFile::from_fd("test".as_ref(), file, options), 1 << 16, true);
-        let config = WorkerConfig {
-            ring: RingKind::Syscalls,
-            depth: 16,
-            poll_max: Duration::ZERO,
-            ..WorkerConfig::default()
-        };
-        let worker = WorkerHandle::spawn(config).unwrap();
+/// The owner's side of a guest: the guest's memory, its kick, and its answers.
+struct Owner {
+    id: FrontendId,
+    memory: Arc<Memory>,
+    kick: std::os::fd::OwnedFd,
+    answered: mpsc::Receiver<u64>,
+    dropped: Arc<AtomicBool>,
+}
+
+impl Owner {
+    /// Adds a guest of `disk` to `worker`.
+    fn of_a_guest(worker: &WorkerHandle, disk: Arc<RawDisk>) -> Self {
         let memory = Arc::new(Memory::default());
         let (answers, answered) = mpsc::channel();
         let kick = crate::task::eventfd().unwrap();
         let (theirs, kicked) = (Arc::clone(&memory), kick.try_clone().unwrap());
         let dropped = Arc::new(AtomicBool::new(false));
         let gone = Arc::clone(&dropped);
-        let id = worker
-            .run(move |worker| {
-                let guest = Guest {
-                    queue: disk.open_queue(worker.context()).unwrap(),
-                    memory: theirs,
-                    answers,
-                    sink: CompletionSink::new(),
-                    in_flight: 0,
-                    dropped: gone,
-                };
-                worker.add(Box::new(guest), vec![kicked]).unwrap()
-            })
-            .unwrap();
-        let ask = |tags: std::ops::Range<u64>| {
-            memory.requests.lock().extend(tags);
-            if memory.kick.load(Ordering::SeqCst) {
-                crate::ring::signal_event(kick.as_raw_fd());
-            }
+        let add = move |worker: &mut Worker| {
+            let guest = Guest {
+                queue: disk.open_queue(worker.context()).unwrap(),
+                memory: theirs,
+                answers,
+                sink: CompletionSink::new(),
+                in_flight: 0,
+                dropped: gone,
+            };
+            worker.add(Box::new(guest), vec![kicked]).unwrap()
         };
+        Self {
+            id: worker.run(add).unwrap(),
+            memory,
+            kick,
+            answered,
+            dropped,
+        }
+    }
+
+    fn ask(&self, tags: std::ops::Range<u64>) {
+        self.memory.requests.lock().extend(tags);
+        if self.memory.kick.load(Ordering::SeqCst) {
+            crate::ring::signal_event(self.kick.as_raw_fd());
+        }
+    }
+}
+
+/// A disk of 64 KiB in memory.
+fn disk() -> Arc<RawDisk> {
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(1 << 16).unwrap();
+    let options = FileOptions {
+        write: true,
+        direct: false,
+    };
+    RawDisk::new(ImageFile::from_fd("test".as_ref(), file, options), 1 << 16, true)
+}
+
+fn config() -> WorkerConfig {
+    WorkerConfig {
+        ring: RingKind::Syscalls,
+        depth: 16,
+        poll_max: Duration::ZERO,
+        ..WorkerConfig::default()
+    }
+}
+
+/// Fails if a frontend that falls asleep beside a busy one does not look again after asking for kicks, if a kick does not wake
+/// it, and if one is removed before its requests have been answered, asleep or awake.
+#[test]
+fn idle_frontend_sleeps_beside_a_busy_one_until_it_is_kicked() {
+    let run = || {
+        let worker = WorkerHandle::spawn(config()).unwrap();
+        let [busy, idle] = [(); 2].map(|()| Owner::of_a_guest(&worker, disk()));
+        let working = shuttle::thread::spawn(move || {
+            for tag in 0..6 {
+                busy.ask(tag..tag + 1);
+                assert_eq!(busy.answered.recv().unwrap(), tag);
+            }
+            busy
+        });
+        for tag in 0..3 {
+            idle.ask(tag..tag + 1);
+            assert_eq!(idle.answered.recv().unwrap(), tag);
+            shuttle::thread::yield_now();
+        }
+        idle.ask(3..5);
+        worker.remove(idle.id).unwrap();
+        assert!(idle.dropped.load(Ordering::SeqCst));
+        let left = idle.memory.requests.lock().len();
+        let late = std::iter::from_fn(|| idle.answered.try_recv().ok()).count();
+        assert_eq!(late + left, 2);
+        let busy = working.join().unwrap();
+        worker.stop();
+        assert!(busy.dropped.load(Ordering::SeqCst));
+    };
+    shuttle::check_random(run, 1000);
+    shuttle::check_pct(run, 1000, 3);
+}
+
+/// Fails if a worker sleeps without another look at its queues after asking for kicks, if a frontend is removed with a
+/// request in flight, if its removal is not reported, and if a worker ends before everything has.
+#[test]
+fn frontend_removal_waits_for_answers_to_all_requests() {
+    let run = || {
+        let worker = WorkerHandle::spawn(config()).unwrap();
+        let owner = Owner::of_a_guest(&worker, disk());
         let mut seen = Vec::new();
         for round in 0..3 {
-            ask(round * 2..round * 2 + 2);
-            seen.extend([answered.recv().unwrap(), answered.recv().unwrap()]);
+            owner.ask(round * 2..round * 2 + 2);
+            seen.extend([owner.answered.recv().unwrap(), owner.answered.recv().unwrap()]);
         }
         seen.sort_unstable();
         assert_eq!(seen, [0, 1, 2, 3, 4, 5]);
         // The last ones may be taken or not; those taken are answered before the removal is.
-        ask(6..10);
-        worker.remove(id).unwrap();
-        assert!(dropped.load(Ordering::SeqCst));
-        let left = memory.requests.lock().len();
-        let late = std::iter::from_fn(|| answered.try_recv().ok()).count();
+        owner.ask(6..10);
+        worker.remove(owner.id).unwrap();
+        assert!(owner.dropped.load(Ordering::SeqCst));
+        let left = owner.memory.requests.lock().len();
+        let late = std::iter::from_fn(|| owner.answered.try_recv().ok()).count();
         assert_eq!(late + left, 4);
         let ran = worker.block_on(|_| Box::pin(async { 7 })).unwrap();
         assert_eq!(ran, 7);

@@ -156,7 +156,8 @@ impl WorkerHandle {
         self.commands.stop.store(true, Ordering::SeqCst);
         self.command(Box::new(|worker| {
             let (done, _) = mpsc::channel();
-            let ids: Vec<_> = worker.frontends.iter().map(|entry| entry.id).collect();
+            let entries = worker.awake.iter().chain(worker.asleep.values());
+            let ids: Vec<_> = entries.map(|entry| entry.id).collect();
             ids.into_iter().for_each(|id| worker.remove(id, done.clone()));
         }));
         if let Some(thread) = self.thread.take()

@@ -1,5 +1,6 @@
 //! Workers with a thread: requests, removal, futures.
 
+use std::cell::Cell;
 use std::os::fd::AsRawFd;
 use std::rc::Rc;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use crate::disk::{Disk, DiskQueue};
 use crate::file::{FileOptions, ImageFile};
 use crate::raw::RawDisk;
 use crate::request::{CompletionSink, Done, Op, Request};
-use crate::ring::RingKind;
+use crate::ring::{Ring, RingKind};
 
 /// A frontend fed through a channel, like a guest with a very simple queue.
 pub(super) struct Channel {
@@ -145,4 +146,63 @@ fn worker_block_on_runs_future_on_its_thread() {
         .block_on(|_cx| Box::pin(async { std::thread::current().id() }))
         .expect("the worker runs");
     assert_ne!(here, there);
+}
+
+/// A frontend that counts the looks at it.
+struct Looked {
+    looks: Rc<Cell<u32>>,
+    is_busy: bool,
+}
+
+impl Frontend for Looked {
+    fn poll(&mut self) -> bool {
+        self.looks.set(self.looks.get() + 1);
+        self.is_busy
+    }
+    fn publish(&mut self) -> bool {
+        false
+    }
+    fn prepare_sleep(&mut self) -> bool {
+        self.is_busy
+    }
+    fn end_sleep(&mut self) {}
+    fn in_flight(&self) -> usize {
+        0
+    }
+}
+
+/// A round of a worker with a thousand frontends looks at those which have something to do.
+#[test]
+fn rounds_pass_over_idle_frontends_until_they_are_kicked() {
+    let cx = Context::on(Ring::new(RingKind::IoUring, 16).expect("these tests need io_uring"));
+    let mut worker = Worker::by_hand(cx);
+    let mut add = |is_busy| {
+        let looks = Rc::new(Cell::new(0));
+        let frontend = Looked {
+            looks: Rc::clone(&looks),
+            is_busy,
+        };
+        let kick = crate::task::eventfd().expect("an eventfd");
+        let kicks = vec![kick.try_clone().expect("a duplicate")];
+        let id = worker.add(Box::new(frontend), kicks).expect("a frontend");
+        (id, looks, kick)
+    };
+    let (_, busy, _) = add(true);
+    let idle: Vec<_> = (0..1000).map(|_| add(false)).collect();
+    let rounds = |worker: &mut Worker| (0..2000).for_each(|_| assert!(worker.round().expect("a round")));
+    rounds(&mut worker);
+    assert_eq!(busy.get(), 2000);
+    let looks = |idle: &[(FrontendId, Rc<Cell<u32>>, _)]| idle.iter().map(|(_, looks, _)| looks.get()).max();
+    assert_eq!(looks(&idle), Some(IDLE_ROUNDS));
+    let (first, kicked, kick) = &idle[7];
+    crate::ring::signal_event(kick.as_raw_fd());
+    rounds(&mut worker);
+    assert_eq!(kicked.get(), 2 * IDLE_ROUNDS, "until it falls asleep again");
+    assert_eq!(looks(&idle[8..]), Some(IDLE_ROUNDS));
+    // Removed, asleep as it is.
+    let (done, gone) = mpsc::channel();
+    worker.remove(*first, done);
+    rounds(&mut worker);
+    assert!(gone.recv().is_err(), "it was let go of");
+    assert_eq!(Rc::strong_count(kicked), 1);
 }
