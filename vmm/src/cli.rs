@@ -96,6 +96,11 @@ struct VhostUserArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     rate_limit_group: Vec<String>,
+    /// Number of worker threads that the queues of all disks share, and the CPUs they run on: 4, 3@0-2 or 2@node0 2@node1
+    ///
+    /// For many disks, most of which are idle. By default each queue has a worker of its own, which is the fastest.
+    #[arg(long, num_args = 1.., value_name = "NUMBER[@CPUS]")]
+    workers: Vec<vhost_user::SharedWorkers>,
     /// Let guests continue with a new server if this one is killed
     ///
     /// Requests in flight are recorded in memory of the client, which must support inflight tracking and reconnect. A write
@@ -251,7 +256,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 metrics: arguments.metrics.as_ref(),
                 pid_file: arguments.pidfile.as_deref(),
             };
-            vhost_user::run(disks, places, options)
+            vhost_user::run(disks, places, &arguments.workers, options)
         }
         Command::Ctl(arguments) => ctl::run(arguments),
         Command::Run(arguments) => machine_run::run(&run_config(arguments)?),
@@ -304,6 +309,11 @@ fn served_disks(
             places.len(),
             disks.len()
         )));
+    }
+    if !arguments.workers.is_empty()
+        && let Some(obstacle) = disks.iter().find_map(vhost_user::workers::obstacle)
+    {
+        return Err(CommandFailure::Usage(obstacle));
     }
     let sockets = arguments.socket.iter().chain(&arguments.control);
     sockets.clone().try_for_each(|path| check_socket(path))?;

@@ -646,24 +646,30 @@ fn number(value: &str, min: u32, max: u32) -> Option<u32> {
         .filter(|number| plain && (min..=max).contains(number))
 }
 
+/// `[1,3-5]`: the CPUs, each once, in order.
+pub(crate) fn cpu_list(text: &str) -> Option<Vec<usize>> {
+    let mut numbers = Vec::new();
+    for item in key_value::list(text)? {
+        let (first, last) = item.split_once('-').unwrap_or((item, item));
+        let cpu = |text| number(text, 0, CPU_LIMIT as u32 - 1);
+        let (first, last) = (cpu(first)?, cpu(last)?);
+        if first > last {
+            return None;
+        }
+        numbers.extend((first..=last).map(|cpu| cpu as usize));
+    }
+    numbers.sort_unstable();
+    numbers.dedup();
+    Some(numbers)
+}
+
 /// `[0@[1,3],1@[2-5]]`: each queue once, each with at least one CPU.
 fn affinity(value: &str) -> Option<Vec<QueueAffinity>> {
     let mut queues: Vec<QueueAffinity> = Vec::new();
     for entry in key_value::list(value)? {
         let (queue, cpus) = entry.split_once('@')?;
         let queue = number(queue, 0, u32::from(MAX_QUEUES) - 1)?.try_into().ok()?;
-        let mut numbers = Vec::new();
-        for item in key_value::list(cpus)? {
-            let (first, last) = item.split_once('-').unwrap_or((item, item));
-            let cpu = |text| number(text, 0, CPU_LIMIT as u32 - 1);
-            let (first, last) = (cpu(first)?, cpu(last)?);
-            if first > last {
-                return None;
-            }
-            numbers.extend((first..=last).map(|cpu| cpu as usize));
-        }
-        numbers.sort_unstable();
-        numbers.dedup();
+        let numbers = cpu_list(cpus)?;
         if queues.iter().any(|known| known.queue == queue) {
             return None;
         }

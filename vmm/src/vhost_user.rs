@@ -11,6 +11,7 @@ mod hand_over;
 mod image;
 mod served;
 mod watchdog;
+pub(crate) mod workers;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -37,7 +38,8 @@ use hand_over::{
     open_takeover_socket, reopen, stop_on_takeover,
 };
 pub use served::{Options, Place};
-use served::{Served, allowed, close, confine, descriptors, find, serve};
+use served::{Served, allowed, close, confine, descriptors, find, queue_hook, serve};
+pub use workers::SharedWorkers;
 
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
@@ -53,7 +55,8 @@ pub struct Places<'a> {
     pub pid_file: Option<&'a Path>,
 }
 
-/// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly.
+/// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly. Without `workers` each queue
+/// has one of its own.
 ///
 /// # Errors
 ///
@@ -62,6 +65,7 @@ pub struct Places<'a> {
 pub fn run(
     disks: Vec<(Place, DiskConfig)>,
     places: Places<'_>,
+    workers: &[SharedWorkers],
     options: Options,
 ) -> Result<u8, CommandFailure> {
     let Places {
@@ -140,9 +144,18 @@ pub fn run(
         allowed.removable_in.extend(places.pid_file.map(folder_of));
         sandbox::restrict_files(&allowed).map_err(not_confined)?;
     }
+    let queues = opened
+        .iter()
+        .map(|(_, config, _)| usize::from(config.num_queues))
+        .sum();
+    let shared = (!workers.is_empty()).then(|| workers::start(workers, queues, &queue_hook(options)));
+    let shared = shared
+        .transpose()
+        .map_err(|error| failed(error.into()))?
+        .map(Arc::new);
     let mut served = opened
         .into_iter()
-        .map(|(socket, config, image)| serve(socket, config, image, options, &lock_set))
+        .map(|(socket, config, image)| serve(socket, config, image, options, &lock_set, shared.as_ref()))
         .collect::<Result<Vec<_>, _>>()?;
 
     if let Some(metrics) = &metrics {

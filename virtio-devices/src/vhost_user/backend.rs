@@ -33,7 +33,7 @@ use crate::virtqueue::{RingAddresses, SetupError};
 /// One client's device.
 pub(super) struct Backend {
     pub(super) device: Arc<BlockDevice>,
-    workers: Arc<[WorkerHandle]>,
+    workers: Arc<[Arc<WorkerHandle>]>,
     /// As many as there are workers.
     pub(super) vrings: Vec<Vring>,
     pub(super) memory: ClientMemory,
@@ -88,7 +88,7 @@ const LOG_ALL: u64 = VhostUserVirtioFeatures::LOG_ALL.bits();
 impl Backend {
     pub(super) fn new(
         device: Arc<BlockDevice>,
-        workers: Arc<[WorkerHandle]>,
+        workers: Arc<[Arc<WorkerHandle>]>,
         restartable: bool,
         channel: ConfigChannel,
         image: Option<Arc<Image>>,

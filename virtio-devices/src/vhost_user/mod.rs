@@ -1,7 +1,7 @@
 //! A disk for another process's virtual machine, over a vhost-user socket.
 //!
-//! The messages are the `vhost` crate's; the queues run on our own workers, one thread per queue, which
-//! live as long as the server and serve one client after another. The caller owns the listening socket
+//! The messages are the `vhost` crate's; the queues run on our own workers, a thread for each queue or a few threads for the queues of
+//! many disks, which live as long as the server and serve one client after another. The caller owns the listening socket
 //! and the disk.
 //!
 //! ```text
@@ -45,7 +45,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use block::report::LogLimit;
-use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
+use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle, WorkerPool};
 use block::{Disk, IoError};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
@@ -77,7 +77,7 @@ pub const fn descriptors_max(num_queues: u16) -> u64 {
 pub struct VhostUserConfig {
     /// The name of the disk, for logs and threads.
     pub name: String,
-    /// The number of queues offered, 1 to [`QUEUES_MAX`], each with a worker thread of its own.
+    /// The number of queues offered, 1 to [`QUEUES_MAX`].
     pub num_queues: u16,
     /// The expected number of entries of a queue, which determines how many segments a request may have. A client may
     /// set up longer or shorter queues.
@@ -86,6 +86,8 @@ pub struct VhostUserConfig {
     pub serial: String,
     /// The settings of the queues' workers, in order; the defaults for a queue without an entry.
     pub workers: Vec<WorkerConfig>,
+    /// Workers that serve queues of other disks too, instead of one for each queue.
+    pub pool: Option<Arc<WorkerPool>>,
     /// Offer inflight tracking, so that a client can connect to a new server after this one was killed. Only
     /// right if what the disk has answered survives that: see [`VhostUserServer::start`].
     pub restartable: bool,
@@ -99,6 +101,7 @@ impl Default for VhostUserConfig {
             queue_size: 128,
             serial: String::new(),
             workers: Vec::new(),
+            pool: None,
             restartable: false,
         }
     }
@@ -149,12 +152,12 @@ pub enum CloseError {
     Disk(#[from] IoError),
 }
 
-/// Offers one disk to one client after another. Dropping it stops its workers; no client is connected
+/// Offers one disk to one client after another. Dropping it stops its own workers; no client is connected
 /// then, because [`VhostUserServer::serve`] borrows it.
 pub struct VhostUserServer {
     name: String,
     device: Arc<BlockDevice>,
-    workers: Arc<[WorkerHandle]>,
+    workers: Arc<[Arc<WorkerHandle>]>,
     restartable: bool,
     /// The connected client's.
     channel: ConfigChannel,
@@ -200,12 +203,14 @@ impl VhostUserServer {
         device.set_cache_mode(CacheMode::Unknown);
         let workers = (0..config.num_queues)
             .map(|queue| {
-                let worker = config
-                    .workers
-                    .get(usize::from(queue))
-                    .cloned()
-                    .unwrap_or_default();
-                WorkerHandle::spawn(worker).map_err(|source| StartError::Worker { queue, source })
+                if let Some(worker) = config.pool.as_ref().and_then(|pool| pool.next()) {
+                    return Ok(worker);
+                }
+                let own = config.workers.get(usize::from(queue));
+                let worker = WorkerHandle::spawn(own.cloned().unwrap_or_default());
+                worker
+                    .map(Arc::new)
+                    .map_err(|source| StartError::Worker { queue, source })
             })
             .collect::<Result<_, _>>()?;
         Ok(Self {
@@ -222,7 +227,7 @@ impl VhostUserServer {
     /// Returns the name of the I/O driver: `"io_uring"`, `"syscalls"` or `"null"`.
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
-        self.workers.first().map_or("none", WorkerHandle::driver_name)
+        self.workers.first().map_or("none", |worker| worker.driver_name())
     }
 
     /// Returns the channel on which whoever is connected learns that the disk has grown.
@@ -464,7 +469,7 @@ impl VhostUserServer {
 
 /// Tells whether the workers of a server still work.
 #[derive(Clone, Debug)]
-pub struct Pulse(Weak<[WorkerHandle]>);
+pub struct Pulse(Weak<[Arc<WorkerHandle>]>);
 
 impl Pulse {
     /// Waits until every worker has come to the end of a round: for ever, if one hangs. Those of a server that has ended are passed over.
@@ -480,7 +485,7 @@ impl Pulse {
 }
 
 /// Closes a disk as a clean shutdown should, on one of its workers.
-fn close_on(workers: &[WorkerHandle], disk: Arc<dyn Disk>) -> Result<(), CloseError> {
+fn close_on(workers: &[Arc<WorkerHandle>], disk: Arc<dyn Disk>) -> Result<(), CloseError> {
     if let Some(worker) = workers.first() {
         worker.block_on(move |cx| disk.close(cx))??;
     }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use block::lock::LockSet;
-use block::worker::{StartHook, WorkerConfig};
+use block::worker::{StartHook, WorkerConfig, WorkerPool};
 use virtio_devices::stats::DiskStats;
 use virtio_devices::vhost_user::{
     DetachedDisk, PausedClient, VhostUserConfig, VhostUserServer, descriptors_max,
@@ -116,20 +116,21 @@ pub(super) fn confine(task: Task, options: Options) -> Result<(), SandboxError> 
     Ok(())
 }
 
-/// Starts the workers of one disk.
+/// Starts the server of one disk, on `shared` workers or on its own.
 pub(super) fn serve(
     socket: Socket,
     config: DiskConfig,
     found: Found,
     options: Options,
     lock_set: &LockSet,
+    shared: Option<&Arc<WorkerPool>>,
 ) -> Result<Served, CommandFailure> {
     let name = config.name();
     let disk = match &found {
         Found::Here(opened) => opened.disk(),
         Found::Away(_) => Arc::new(DetachedDisk::new(found.info())),
     };
-    let mut server = VhostUserServer::start(disk, &server_config(&config, options))
+    let mut server = VhostUserServer::start(disk, &server_config(&config, options, shared))
         .map_err(|error| CommandFailure::about(&name, error))?;
     let disk = ServedDisk::new(format!("disk {name}"), &config, server.stats());
     let opening = opening(options, lock_set);
@@ -164,10 +165,15 @@ pub(super) fn reports(served: &[Served]) -> Arc<Source> {
     Arc::new(move || disks.iter().map(report).collect())
 }
 
+/// Returns a worker's last step before it serves.
+pub(super) fn queue_hook(options: Options) -> StartHook {
+    StartHook::new(move || Ok(confine(Task::Queue, options)?))
+}
+
 /// Returns the server's part of the disk's configuration.
-fn server_config(config: &DiskConfig, options: Options) -> VhostUserConfig {
+fn server_config(config: &DiskConfig, options: Options, shared: Option<&Arc<WorkerPool>>) -> VhostUserConfig {
     let worker = WorkerConfig {
-        on_start: Some(StartHook::new(move || Ok(confine(Task::Queue, options)?))),
+        on_start: Some(queue_hook(options)),
         ..WorkerConfig::default()
     };
     VhostUserConfig {
@@ -176,6 +182,7 @@ fn server_config(config: &DiskConfig, options: Options) -> VhostUserConfig {
         queue_size: config.queue_size,
         serial: config.serial.clone().unwrap_or_default(),
         workers: config.workers(&worker),
+        pool: shared.cloned(),
         restartable: options.restartable,
     }
 }
