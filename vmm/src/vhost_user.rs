@@ -1,6 +1,6 @@
 //! `ringdisk vhost-user`: serves disks to other programs' virtual machines.
 //!
-//! Every disk has a socket and a thread for its client; the queues run on workers of their own.
+//! Every disk has a socket; a few threads talk to the clients of all. The queues run on workers of their own, or on shared ones.
 //! A client is served only after every socket is created and every disk is open and locked.
 //!
 //! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests drained, and
@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
-use virtio_devices::vhost_user::StopToken;
+use virtio_devices::vhost_user::{PausedClient, Pulse, Seat, StopToken};
 
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
@@ -213,7 +213,10 @@ pub fn run(
     }
     manager.ready();
     announce(&served, options);
-    let pulses = served.iter().map(|disk| disk.server.pulse()).collect();
+    let pulses = match &shared {
+        Some(workers) => vec![Pulse::of_pool(workers)],
+        None => served.iter().map(|disk| disk.server.pulse()).collect(),
+    };
     watchdog::start(manager, pulses, options).map_err(start)?;
     // Threads that are started from here on are inside.
     let confined = confine(Task::Control, options).map_err(|error| failed(error.into()));
@@ -327,37 +330,24 @@ fn serve_until_stopped(
 
 /// Serves until stopped or paused. A server that fails stops the others, so that the failure is seen.
 fn serve_all(served: &mut [Served], stop: &StopToken) -> Result<(), CommandFailure> {
-    let serve = |disk: &mut Served| -> Result<(), CommandFailure> {
-        let about =
-            |error: Box<dyn std::error::Error + Send + Sync>| CommandFailure::about(&disk.name, error);
-        let client = disk.client.take();
-        let served = disk.server.serve_on(disk.socket.listener(), stop, client);
-        disk.client = served.map_err(|error| about(error.into()))?;
-        Ok(())
-    };
-    let results: Vec<Result<(), CommandFailure>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = served
-            .iter_mut()
-            .map(|disk| {
-                scope.spawn(move || {
-                    let result = serve(disk);
-                    if result.is_err() {
-                        stop.stop();
-                    }
-                    result
-                })
-            })
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            })
-            .collect()
+    let clients: Vec<Option<PausedClient>> = served.iter_mut().map(|disk| disk.client.take()).collect();
+    let seats = served.iter().zip(clients).map(|(disk, client)| Seat {
+        server: &disk.server,
+        listener: disk.socket.listener(),
+        client,
     });
-    results.into_iter().collect()
+    let ended = virtio_devices::vhost_user::serve_all(seats.collect(), stop);
+    let ended = ended.map_err(|error| CommandFailure::about("cannot wait for clients", error))?;
+    let mut first_failure = None;
+    for (disk, ended) in served.iter_mut().zip(ended) {
+        match ended {
+            Ok(client) => disk.client = client,
+            Err(error) => {
+                first_failure.get_or_insert_with(|| CommandFailure::about(&disk.name, error));
+            }
+        }
+    }
+    first_failure.map_or(Ok(()), Err)
 }
 
 /// Starts the thread that turns the first stop signal into a stop, and the second into the end. So is the first one, if

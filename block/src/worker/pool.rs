@@ -12,7 +12,7 @@ use super::handle::WorkerHandle;
 /// Running workers, each of which serves queues of several disks. They end with the last handle of them.
 #[derive(Debug)]
 pub struct WorkerPool {
-    workers: Vec<Arc<WorkerHandle>>,
+    workers: Arc<[Arc<WorkerHandle>]>,
     next: AtomicUsize,
 }
 
@@ -43,7 +43,7 @@ impl WorkerPool {
 
     /// Returns all workers.
     #[must_use]
-    pub fn workers(&self) -> &[Arc<WorkerHandle>] {
+    pub fn workers(&self) -> &Arc<[Arc<WorkerHandle>]> {
         &self.workers
     }
 }

@@ -7,7 +7,8 @@ use lab::{Error, Kernel, Outcome};
 /// Functions with which the scripts measure.
 const CLOCK: &str = include_str!("../../guest/ublk/clock.sh");
 
-/// Sixteen devices with four queues each, all of them busy when the server is killed. The driver makes no more queues than the guest has CPUs.
+/// Sixteen devices with four queues each, all of them busy when the server is killed. The driver makes no more queues than the guest
+/// has CPUs.
 const MANY: &str = include_str!("../../guest/ublk/many.sh");
 
 /// Reads in the modes of recovery that do nothing again.

@@ -10,11 +10,6 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use vmm_sys_util::eventfd::EventFd;
 
-/// Waits until one of two descriptors can be read from; says which can. A hang-up counts as readable.
-pub(super) fn wait_readable(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<(bool, bool)> {
-    poll(first, second, -1)
-}
-
 /// Waits until one of some descriptors can be read from, those that are not there left out, or until `timeout` has
 /// passed; says which can. A hang-up counts as readable.
 pub(super) fn wait_any<const N: usize>(
@@ -56,13 +51,7 @@ pub(super) fn peer_process(connection: BorrowedFd<'_>) -> Option<libc::pid_t> {
 
 /// Waits until a descriptor can be read from, or for so long.
 pub(super) fn wait_readable_for(fd: BorrowedFd<'_>, timeout: Duration) -> io::Result<bool> {
-    Ok(poll(fd, fd, ms_of(timeout))?.0)
-}
-
-fn poll(first: BorrowedFd<'_>, second: BorrowedFd<'_>, timeout_ms: libc::c_int) -> io::Result<(bool, bool)> {
-    let watched = [first, second].map(|fd| (fd.as_raw_fd(), Wait::Readable));
-    let [first, second] = poll_all(watched, timeout_ms)?;
-    Ok((first, second))
+    wait_any([Some(fd)], Some(timeout)).map(|[readable]| readable)
 }
 
 /// The awaited state of a descriptor; a hang-up ends every wait.
@@ -241,6 +230,7 @@ mod tests {
         // `other` is never ready; make it so, in order not to wait for ever.
         let mut file = File::from(other.try_clone_to_owned().expect("a duplicate"));
         file.write_all(&1u64.to_ne_bytes()).expect("signal");
-        wait_readable(fd, other).expect("poll").0
+        let [readable, _] = wait_any([Some(fd), Some(other)], None).expect("poll");
+        readable
     }
 }

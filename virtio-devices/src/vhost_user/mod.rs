@@ -9,6 +9,8 @@
 //!    └────────────────── memory, kicks, calls ──────────────────▶ worker 1: queue 1
 //! ```
 //!
+//! [`serve_all`] talks to the clients of many disks, with a thread for each that has something to say just now.
+//!
 //! Invariants: a queue is changed only while it does not run. It stops by draining, so when a message that takes
 //! memory or a queue away has been answered, nothing touches either any more.
 
@@ -27,8 +29,12 @@ mod log_memory;
 mod memory;
 #[cfg(test)]
 mod migration_tests;
+mod reception;
+#[cfg(test)]
+mod reception_tests;
 #[cfg(test)]
 mod restart_tests;
+mod session;
 mod sigbus;
 #[cfg(test)]
 mod state_tests;
@@ -39,15 +45,11 @@ mod vring;
 
 use std::fmt;
 use std::io;
-use std::os::fd::AsFd;
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
 
 use block::report::LogLimit;
 use block::worker::{StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle, WorkerPool};
 use block::{Disk, IoError};
-use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
 use crate::blk::{BlockDevice, BlockDeviceConfig, CacheMode, SerialTooLong};
 use crate::stats::DiskStats;
@@ -56,6 +58,7 @@ pub use config_channel::ConfigChannel;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
 use image::Image;
 pub use image::{DetachedDisk, ImageOwner};
+pub use reception::{Seat, serve_all};
 pub use stop_token::StopToken;
 
 /// The most queues a vhost-user device can have: what its messages can number.
@@ -254,205 +257,6 @@ impl VhostUserServer {
         self.device.stats()
     }
 
-    /// Serves the clients that connect to `listener`, one after another, until `stop` is asked to stop.
-    /// What a client asked for before it went, or before the stop, has been answered and published when
-    /// this returns. A client's mistakes end its connection, not the server.
-    ///
-    /// # Errors
-    ///
-    /// [`ServeError`]: the listener or a worker failed.
-    pub fn serve(&self, listener: &UnixListener, stop: &StopToken) -> Result<(), ServeError> {
-        self.serve_on(listener, stop, None).map(drop)
-    }
-
-    /// As [`VhostUserServer::serve`], beginning with a client that is connected already, if there is one. Returns
-    /// also when `stop` is asked to pause, with the client that is connected then; its queues have drained and kept
-    /// their places, and it has not noticed.
-    ///
-    /// # Errors
-    ///
-    /// [`ServeError`]: the listener or a worker failed.
-    pub fn serve_on(
-        &self,
-        listener: &UnixListener,
-        stop: &StopToken,
-        client: Option<PausedClient>,
-    ) -> Result<Option<PausedClient>, ServeError> {
-        let mut short = false;
-        if let Some(client) = client
-            && let Some(paused) = self.serve_client(self.go_on(client)?, listener, stop)?
-        {
-            return Ok(Some(paused));
-        }
-        while !stop.is_called() {
-            let (connecting, _) =
-                event::wait_readable(listener.as_fd(), stop.event()).map_err(ServeError::Accept)?;
-            if stop.is_called() || !connecting {
-                continue;
-            }
-            match listener.accept() {
-                Ok((stream, _)) => {
-                    short = false;
-                    // An accepted socket may have inherited this from a listener that polls.
-                    if let Err(error) = stream.set_nonblocking(false) {
-                        tracing::warn!(disk = %self.name, %error, "cannot serve a client");
-                        continue;
-                    }
-                    if let Some(held_back) = self.log_limit.admit() {
-                        tracing::info!(event = "client-connected", disk = %self.name, held_back, "a client has connected");
-                    }
-                    if let Some(paused) = self.serve_client(self.receive(stream), listener, stop)? {
-                        return Ok(Some(paused));
-                    }
-                }
-                Err(error) if is_short(&error) => {
-                    if !std::mem::replace(&mut short, true) {
-                        tracing::warn!(disk = %self.name, %error, "cannot accept a connection now");
-                    }
-                    // The client goes on waiting; a stop does not.
-                    event::wait_readable_for(stop.event(), SHORTAGE).map_err(ServeError::Accept)?;
-                }
-                Err(error) if is_passing(&error) => {
-                    tracing::debug!(disk = %self.name, %error, "a connection was closed before it was accepted");
-                }
-                Err(error) => return Err(ServeError::Accept(error)),
-            }
-        }
-        Ok(None)
-    }
-
-    /// A client of whom nothing is known yet.
-    fn receive(&self, stream: UnixStream) -> PausedClient {
-        self.look_at_image();
-        let backend = Arc::new(Mutex::new(Backend::new(
-            Arc::clone(&self.device),
-            Arc::clone(&self.workers),
-            self.restartable,
-            self.channel.clone(),
-            self.image.clone(),
-        )));
-        PausedClient::new(
-            BackendReqHandler::from_stream(stream, Arc::clone(&backend)),
-            backend,
-        )
-    }
-
-    /// Shows the image that another server has as it is now.
-    fn look_at_image(&self) {
-        let image = self.image.as_ref().filter(|image| image.is_away());
-        if let Some(info) = image.and_then(|image| image.owner().look()) {
-            self.device.set_disk(Arc::new(DetachedDisk::new(info)));
-        }
-    }
-
-    /// Serves one client until it goes, errs or `stop` is asked to stop; or to pause, and then gives it back.
-    fn serve_client(
-        &self,
-        client: PausedClient,
-        listener: &UnixListener,
-        stop: &StopToken,
-    ) -> Result<Option<PausedClient>, ServeError> {
-        let PausedClient {
-            mut messages,
-            backend,
-            ..
-        } = client;
-        let (guard, connection) = match messages
-            .try_clone_connection()
-            .and_then(|connection| Ok((stop.watch(connection.try_clone()?), connection)))
-        {
-            Ok(watched) => watched,
-            Err(error) => {
-                tracing::warn!(disk = %self.name, %error, "cannot serve a client");
-                lock(&backend).disconnect()?;
-                return Ok(None);
-            }
-        };
-        // Looked at until somebody waits there, who then does so for as long as this client is served.
-        let mut others = Some(listener.as_fd());
-        let mut report_at: Option<Instant> = None;
-        let result = loop {
-            // A pause comes between two messages, and what was not read is for whoever goes on.
-            let watched = [Some(connection.as_fd()), Some(stop.event()), others];
-            let waits_for_image = lock(&backend).waits_for_image();
-            let try_again = waits_for_image.then_some(IMAGE_RETRY);
-            let report = report_at.map(|at| at.saturating_duration_since(Instant::now()));
-            let timeout = try_again.into_iter().chain(report).min();
-            match event::wait_any(watched, timeout) {
-                Ok(_) if stop.is_paused() => {
-                    drop(guard);
-                    lock(&backend).stop_all()?;
-                    return Ok(Some(PausedClient::new(messages, backend)));
-                }
-                Ok([true, ..]) => {}
-                Ok([false, ..]) if stop.is_stopped() => break MessageError::Disconnected,
-                Ok([false, _, true]) => {
-                    others = None;
-                    report_at = Some(Instant::now() + WAITING_MIN);
-                    continue;
-                }
-                Ok(_) => {
-                    if waits_for_image && lock(&backend).try_again().is_err() {
-                        break MessageError::BackendInternalError;
-                    }
-                    if report_at.take_if(|at| *at <= Instant::now()).is_some() {
-                        self.report_waiting(&connection);
-                    }
-                    continue;
-                }
-                Err(error) => break MessageError::SocketError(error),
-            }
-            guard.reading(true);
-            let watched = self.channel.watch(&connection).map_err(MessageError::SocketError);
-            let handled = watched.and_then(|()| messages.handle_request());
-            guard.reading(false);
-            // The answer has been sent, and is the client's even if this process dies now.
-            lock(&backend).note_cache_mode();
-            match handled {
-                Ok(()) | Err(MessageError::SocketRetry(_)) => {}
-                // The backend refused something and the client was told, if it wanted to know.
-                Err(MessageError::ReqHandlerError(error)) if lock(&backend).answers_errors() => {
-                    if let Some(held_back) = self.device.log_limit().admit() {
-                        tracing::warn!(disk = %self.name, %error, held_back, "refused a message of the client");
-                    }
-                }
-                Err(error) => break error,
-            }
-            if lock(&backend).worker_gone() {
-                break MessageError::BackendInternalError;
-            }
-        };
-        match result {
-            _ if stop.is_stopped() => {
-                tracing::info!(event = "client-gone", disk = %self.name, "disconnecting the client")
-            }
-            MessageError::Disconnected => {
-                if let Some(held_back) = self.log_limit.admit() {
-                    tracing::info!(event = "client-gone", disk = %self.name, held_back, "the client has disconnected");
-                }
-            }
-            error => {
-                if let Some(held_back) = self.device.log_limit().admit() {
-                    tracing::warn!(event = "client-gone", disk = %self.name, %error, held_back, "disconnecting the client");
-                }
-            }
-        }
-        let mut backend = lock(&backend);
-        backend.disconnect()?;
-        Ok(None)
-    }
-
-    /// Logs that another client waits for this one to go: neither of them can know.
-    fn report_waiting(&self, connection: &UnixStream) {
-        if let Some(held_back) = self.device.log_limit().admit() {
-            let connected = event::peer_process(connection.as_fd());
-            tracing::warn!(
-                disk = %self.name, connected_process = connected, held_back,
-                "another client has connected and waits until the current one disconnects: one client is served at a time"
-            );
-        }
-    }
-
     /// Closes the disk as a clean shutdown should, on a worker, and ends the workers.
     ///
     /// # Errors
@@ -472,6 +276,12 @@ impl VhostUserServer {
 pub struct Pulse(Weak<[Arc<WorkerHandle>]>);
 
 impl Pulse {
+    /// Tells whether the workers work that servers share.
+    #[must_use]
+    pub fn of_pool(pool: &WorkerPool) -> Self {
+        Self(Arc::downgrade(pool.workers()))
+    }
+
     /// Waits until every worker has come to the end of a round: for ever, if one hangs. Those of a server that has ended are passed over.
     ///
     /// # Errors
@@ -490,32 +300,6 @@ fn close_on(workers: &[Arc<WorkerHandle>], disk: Arc<dyn Disk>) -> Result<(), Cl
         worker.block_on(move |cx| disk.close(cx))??;
     }
     Ok(())
-}
-
-/// The time after which the log names a waiting client and the connected one. The latter may be about to disconnect,
-/// and a process that it forked may keep its connection open for a moment.
-const WAITING_MIN: Duration = Duration::from_secs(1);
-
-/// The delay before an image is tried again that another process has.
-const IMAGE_RETRY: Duration = Duration::from_millis(20);
-
-/// The delay before accepting is tried again after a lack of descriptors or memory.
-const SHORTAGE: Duration = Duration::from_millis(100);
-
-/// Returns true if accepting may work later, when resources are free again.
-fn is_short(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOBUFS)
-    )
-}
-
-/// Returns true if another connection can still be accepted.
-fn is_passing(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::ECONNABORTED | libc::EINTR | libc::EAGAIN)
-    )
 }
 
 /// The backend, also if a message's handler panicked: then it is only torn down. The mutex is the standard library's, because

@@ -114,6 +114,10 @@ const CONTROL: &[libc::c_long] = &[
     libc::SYS_newfstatat,
     libc::SYS_unlinkat,
     libc::SYS_rt_sigtimedwait,
+    // The sockets of many disks.
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_pwait,
 ];
 
 /// Messages to a vhost-user backend, which a CPU sends when its guest sets a queue up.
@@ -180,7 +184,7 @@ const KVM: [u32; 7] = [
 #[cfg(target_arch = "x86_64")]
 const OLD_EVERY: &[libc::c_long] = &[libc::SYS_poll];
 #[cfg(target_arch = "x86_64")]
-const OLD_CONTROL: &[libc::c_long] = &[libc::SYS_unlink];
+const OLD_CONTROL: &[libc::c_long] = &[libc::SYS_unlink, libc::SYS_epoll_wait];
 #[cfg(target_arch = "x86_64")]
 const OLD_UBLK_CONTROL: &[libc::c_long] = &[libc::SYS_unlink, libc::SYS_readlink];
 #[cfg(not(target_arch = "x86_64"))]
