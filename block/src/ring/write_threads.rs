@@ -1,7 +1,8 @@
 //! Threads that perform the buffered writes of files whose file system takes none without blocking.
 //!
 //! io_uring punts such a write to a kernel thread of its own, and is woken by each that ends. Here each file has one
-//! thread, which takes all writes of a worker's round at once, and reports several at a time
+//! thread, which takes all writes of a worker's round at once, reports several at a time, and ends when it has had nothing to do for
+//! a while
 //! ([decision](https://github.com/ringdisk/ringdisk/blob/main/docs/decisions/buffered-writes.md)).
 //!
 //! ```text
@@ -10,12 +11,14 @@
 //! ```
 //!
 //! Invariants: a write is reported once, after it has been performed; a worker that announced its sleep before the report
-//! is woken.
+//! is woken; a thread that ends has received all that was sent to it, and what is sent later has another one.
 
 use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, TryRecvError};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
@@ -25,7 +28,7 @@ use crate::sleeper::Sleeper;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::mpsc::{Receiver, Sender, channel};
-use crate::sync::thread::{Builder, JoinHandle};
+use crate::sync::thread::{Builder, JoinHandle, yield_now};
 use crate::task::eventfd;
 
 /// The number of writes that a thread reports together, unless it has no more to do or they are long. A worker that is
@@ -34,6 +37,12 @@ const REPORTED_TOGETHER: usize = 8;
 
 /// The bytes written after which a thread reports at once.
 const REPORTED_BYTES: u64 = 32 << 10;
+
+/// The time after which a thread ends that has had nothing to do: a process may have many files that are rarely written.
+const REST: Duration = Duration::from_secs(1);
+
+/// Set in [`Thread::owed`] once the thread receives nothing any more.
+const GONE: usize = 1 << (usize::BITS - 1);
 
 /// One write, and the number under which it is reported.
 struct Job {
@@ -82,18 +91,51 @@ impl Ended {
     }
 }
 
-/// The thread of one file.
-struct WriteThread {
-    /// The file's index among the driver's registered files.
-    file: u32,
+/// A file that has a thread, at least while there is something to write.
+struct Writer {
     /// Writes to be handed over.
     pushed: Vec<Job>,
+    thread: Option<Thread>,
+}
+
+/// The thread of a file.
+struct Thread {
     /// `None` once the thread is to end.
     jobs: Option<Sender<Vec<Job>>>,
+    /// The number of batches that were sent and not received, and whether the thread has gone.
+    owed: Arc<AtomicUsize>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Drop for WriteThread {
+impl Thread {
+    fn start(ended: &Arc<Ended>) -> io::Result<Self> {
+        let (jobs, receiver) = channel();
+        let owed = Arc::new(AtomicUsize::new(0));
+        let (ended, theirs) = (Arc::clone(ended), Arc::clone(&owed));
+        let thread = Builder::new()
+            .name("writes".to_owned())
+            .spawn(move || serve(&receiver, &theirs, &ended))?;
+        Ok(Self {
+            jobs: Some(jobs),
+            owed,
+            thread: Some(thread),
+        })
+    }
+
+    /// Gives the thread these jobs, or gives them back if it has gone.
+    fn send(&self, batch: Vec<Job>) -> Result<(), Vec<Job>> {
+        let Some(jobs) = self
+            .jobs
+            .as_ref()
+            .filter(|_| self.owed.fetch_add(1, Ordering::SeqCst) & GONE == 0)
+        else {
+            return Err(batch);
+        };
+        jobs.send(batch).map_err(|unsent| unsent.0)
+    }
+}
+
+impl Drop for Thread {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take()
@@ -108,18 +150,51 @@ impl Drop for WriteThread {
 #[derive(Default)]
 pub(super) struct WriteThreads {
     ended: Option<Arc<Ended>>,
-    threads: Vec<WriteThread>,
+    /// By the file's index among the driver's registered files.
+    writers: Vec<Option<Writer>>,
+    /// The files with something to hand over.
+    pushed: Vec<u32>,
 }
 
 impl fmt::Debug for WriteThreads {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "WriteThreads({})", self.threads.len())
+        write!(f, "WriteThreads({})", self.writers.iter().flatten().count())
     }
 }
 
-fn serve(jobs: &Receiver<Vec<Job>>, ended: &Ended) {
-    while let Ok(batch) = jobs.recv() {
-        ended.perform(batch);
+fn serve(jobs: &Receiver<Vec<Job>>, owed: &AtomicUsize, ended: &Ended) {
+    loop {
+        match next(jobs) {
+            Ok(batch) => {
+                owed.fetch_sub(1, Ordering::SeqCst);
+                ended.perform(batch);
+            }
+            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {
+                if owed
+                    .compare_exchange(0, GONE, Ordering::SeqCst, Ordering::SeqCst)
+                    .is_ok()
+                {
+                    if cfg!(shuttle) {
+                        // Something may be sent before the channel is gone.
+                        yield_now();
+                    }
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// Waits for the next batch, for as long as a thread rests. For the model checker, which has no time, that is not long.
+fn next(jobs: &Receiver<Vec<Job>>) -> Result<Vec<Job>, RecvTimeoutError> {
+    if !cfg!(shuttle) {
+        return jobs.recv_timeout(REST);
+    }
+    match jobs.try_recv() {
+        Ok(batch) => Ok(batch),
+        Err(TryRecvError::Disconnected) => Err(RecvTimeoutError::Disconnected),
+        Err(TryRecvError::Empty) => Err(RecvTimeoutError::Timeout),
     }
 }
 
@@ -127,7 +202,7 @@ impl WriteThreads {
     /// Returns true if `file` has a thread.
     #[inline]
     pub(super) fn serves(&self, file: u32) -> bool {
-        self.threads.iter().any(|thread| thread.file == file)
+        self.writers.get(file as usize).is_some_and(Option::is_some)
     }
 
     /// Starts a thread for `file`, which has none.
@@ -137,7 +212,7 @@ impl WriteThreads {
     /// If the process can have no more threads or descriptors.
     pub(super) fn start(&mut self, file: u32) -> io::Result<()> {
         let ended = match &self.ended {
-            Some(ended) => Arc::clone(ended),
+            Some(ended) => ended,
             None => {
                 let wake = eventfd()?;
                 let ended = Ended {
@@ -146,25 +221,28 @@ impl WriteThreads {
                     worker: Sleeper::new(wake.try_clone()?),
                     wake,
                 };
-                Arc::clone(self.ended.insert(Arc::new(ended)))
+                self.ended.insert(Arc::new(ended))
             }
         };
-        let (jobs, receiver) = channel();
-        let thread = Builder::new()
-            .name("writes".to_owned())
-            .spawn(move || serve(&receiver, &ended))?;
-        self.threads.push(WriteThread {
-            file,
+        let writer = Writer {
             pushed: Vec::new(),
-            jobs: Some(jobs),
-            thread: Some(thread),
-        });
+            thread: Some(Thread::start(ended)?),
+        };
+        let place = file as usize;
+        if self.writers.len() <= place {
+            self.writers.resize_with(place + 1, || None);
+        }
+        if let Some(place) = self.writers.get_mut(place) {
+            *place = Some(writer);
+        }
         Ok(())
     }
 
     /// Ends the thread of `file`, if it has one. Its writes have ended.
     pub(super) fn end(&mut self, file: u32) {
-        self.threads.retain(|thread| thread.file != file);
+        if let Some(writer) = self.writers.get_mut(file as usize) {
+            *writer = None;
+        }
     }
 
     /// Returns the eventfd that is signalled when a write ends while the worker sleeps; `None` before the first thread.
@@ -174,23 +252,38 @@ impl WriteThreads {
 
     /// Queues a write of `file`, whose thread was started, for [`WriteThreads::hand_over`].
     pub(super) fn push(&mut self, file: u32, op: DetachedOp, user_data: u64) {
-        if let Some(thread) = self.threads.iter_mut().find(|thread| thread.file == file) {
-            thread.pushed.push(Job { op, user_data });
+        if let Some(Some(writer)) = self.writers.get_mut(file as usize) {
+            if writer.pushed.is_empty() {
+                self.pushed.push(file);
+            }
+            writer.pushed.push(Job { op, user_data });
         }
     }
 
     /// Hands what was pushed over to the threads.
     #[inline]
     pub(super) fn hand_over(&mut self) {
-        for thread in &mut self.threads {
-            if thread.pushed.is_empty() {
+        let Some(ended) = &self.ended else { return };
+        for file in self.pushed.drain(..) {
+            let Some(Some(writer)) = self.writers.get_mut(file as usize) else {
                 continue;
-            }
-            let batch = std::mem::take(&mut thread.pushed);
-            let sent = thread.jobs.as_ref().map(|jobs| jobs.send(batch));
-            if let (Some(Err(unsent)), Some(ended)) = (sent, &self.ended) {
-                // The thread is gone, which only a panic can do.
-                ended.perform(unsent.0);
+            };
+            let batch = std::mem::take(&mut writer.pushed);
+            let sent = match &writer.thread {
+                Some(thread) => thread.send(batch),
+                None => Err(batch),
+            };
+            let Err(unsent) = sent else { continue };
+            // The thread had a rest, and has gone.
+            writer.thread = Thread::start(ended)
+                .inspect_err(|error| tracing::debug!(%error, "a thread that writes cannot be started"))
+                .ok();
+            let sent = match &writer.thread {
+                Some(thread) => thread.send(unsent),
+                None => Err(unsent),
+            };
+            if let Err(unsent) = sent {
+                ended.perform(unsent);
             }
         }
     }

@@ -4,6 +4,7 @@
 mod cache_mode;
 mod client;
 mod control;
+mod density;
 mod descriptor;
 mod idle;
 mod kill;

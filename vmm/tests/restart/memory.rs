@@ -14,7 +14,7 @@ const SLICE_SPAN: usize = 512 << 16;
 
 /// The memory of a server that its program file does not hold, in KiB: what it has allocated and written to. The pages of
 /// the program are left out, because a build for tests has more of them.
-fn private_kib(server: &Server) -> u64 {
+pub(crate) fn private_kib(server: &Server) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("its status");
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
     let number = line.and_then(|rest| rest.trim().strip_suffix(" kB"));

@@ -53,18 +53,28 @@ impl World {
     /// Fails the test if `qemu-img check` finds errors. Leaks, which a kill may leave, are mended first if
     /// `leaks` says that there may be some.
     pub(crate) fn assert_sound(&self, leaks: bool) {
+        self.assert_image_sound("disk.qcow2", leaks);
+    }
+
+    /// As [`World::assert_sound`], of another image.
+    pub(crate) fn assert_image_sound(&self, image: &str, leaks: bool) {
         let mut arguments = vec!["check", "-q", "-f", "qcow2"];
         if leaks {
             arguments.extend(["-r", "leaks"]);
         }
-        arguments.push("disk.qcow2");
+        arguments.push(image);
         let output = self.try_qemu_img(&arguments);
         assert_eq!(output.status.code(), Some(0), "{output:?}");
     }
 
     /// The disk's contents as QEMU reads them.
     pub(crate) fn contents(&self) -> Vec<u8> {
-        self.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "disk.qcow2", "disk.raw"]);
+        self.contents_of("disk.qcow2")
+    }
+
+    /// As [`World::contents`], of another image.
+    pub(crate) fn contents_of(&self, image: &str) -> Vec<u8> {
+        self.qemu_img(&["convert", "-f", "qcow2", "-O", "raw", image, "disk.raw"]);
         std::fs::read(self.path("disk.raw")).expect("the contents")
     }
 
@@ -80,15 +90,21 @@ impl World {
 
     /// As [`World::serve_in`], a disk described otherwise.
     pub(crate) fn serve_disk(&self, wrapper: &[&str], disk: &str, arguments: &[&str]) -> Server {
-        self.start(wrapper, "socket", disk, arguments)
+        self.start(wrapper, &["socket".to_owned()], &[disk.to_owned()], arguments)
     }
 
     /// Starts a server of a disk at another socket.
     pub(crate) fn serve_at(&self, socket: &str, disk: &str, arguments: &[&str]) -> Server {
-        self.start(&["env", "--default-signal"], socket, disk, arguments)
+        let (sockets, disks) = ([socket.to_owned()], [disk.to_owned()]);
+        self.serve_all(&sockets, &disks, arguments)
     }
 
-    fn start(&self, wrapper: &[&str], socket: &str, disk: &str, arguments: &[&str]) -> Server {
+    /// Starts a server of many disks.
+    pub(crate) fn serve_all(&self, sockets: &[String], disks: &[String], arguments: &[&str]) -> Server {
+        self.start(&["env", "--default-signal"], sockets, disks, arguments)
+    }
+
+    fn start(&self, wrapper: &[&str], sockets: &[String], disks: &[String], arguments: &[&str]) -> Server {
         let log = std::fs::File::options()
             .append(true)
             .create(true)
@@ -97,7 +113,10 @@ impl World {
         let child = Command::new(wrapper[0])
             .args(&wrapper[1..])
             .args([env!("CARGO_BIN_EXE_ringdisk"), "vhost-user"])
-            .args(["--socket", socket, "--disk", disk])
+            .arg("--socket")
+            .args(sockets)
+            .arg("--disk")
+            .args(disks)
             .args(arguments)
             .current_dir(self.directory.path())
             .env_remove("RINGDISK_LOG")

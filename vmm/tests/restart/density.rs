@@ -1,0 +1,141 @@
+//! Many disks in one process, on workers that all of them share: a hundred, or as many as `RINGDISK_DISKS` says.
+#![expect(clippy::print_stdout, reason = "a number that was measured is worth a line")]
+
+use std::time::{Duration, Instant};
+
+use ringdisk_gen::Random;
+
+use crate::client::{BLOCK, Client};
+use crate::memory::private_kib;
+use crate::server::{Server, World};
+
+const BLOCKS: usize = 256;
+const WORKERS: [&str; 2] = ["--workers", "2"];
+/// The bounds of `docs/howto-density.md` are three seconds and 100 ms, and `make bench` measures. This machine does other things.
+const SLOW: Duration = Duration::from_secs(30);
+const INTERRUPTION_MAX: Duration = Duration::from_secs(2);
+
+fn count() -> usize {
+    let asked = std::env::var("RINGDISK_DISKS").ok();
+    asked.and_then(|count| count.parse().ok()).unwrap_or(100)
+}
+
+/// Starts a server of all disks.
+fn serve(world: &World, count: usize, more: &[&str]) -> Server {
+    let sockets: Vec<String> = (0..count).map(|disk| format!("{disk}.sock")).collect();
+    let disks: Vec<String> = (0..count)
+        .map(|disk| format!("path={disk}.qcow2,id=disk{disk}"))
+        .collect();
+    world.serve_all(&sockets, &disks, &[&WORKERS, more].concat())
+}
+
+/// The names of a server's threads.
+fn names(server: &Server) -> Vec<String> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", server.pid())).expect("its threads");
+    let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).ok();
+    tasks.flatten().filter_map(name).collect()
+}
+
+/// The CPU time of a process, in ticks of 10 ms.
+fn ticks(server: &Server) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", server.pid())).expect("its times");
+    let after_name = stat.rsplit(')').next().unwrap_or_default();
+    let times = after_name.split_whitespace().skip(11).take(2);
+    times.filter_map(|time| time.parse::<u64>().ok()).sum()
+}
+
+/// Each client works for a moment; the longest time that one of them had no answer while it worked.
+fn work_all(clients: &mut [Client], random: &mut Random) -> Duration {
+    let mut longest = Duration::ZERO;
+    for client in clients {
+        let began = Instant::now();
+        client.work(random, Duration::from_millis(2));
+        client.drain();
+        longest = longest.max(began.elapsed());
+    }
+    longest
+}
+
+#[test]
+fn many_disks_are_served_grown_handed_over_and_closed() {
+    let count = count();
+    let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
+    for disk in 0..count {
+        let image = world.path(&format!("{disk}.qcow2"));
+        std::fs::copy(world.path("disk.qcow2"), image).expect("a copy");
+    }
+    let mut random = Random::new(0xde_5177);
+    let began = Instant::now();
+    let mut old = serve(&world, count, &["--control", "control"]);
+    let mut clients: Vec<Client> = (0..count).map(|_| Client::new(BLOCKS, false)).collect();
+    for (disk, client) in clients.iter_mut().enumerate() {
+        client.connect(&world.path(&format!("{disk}.sock")));
+    }
+    let started = began.elapsed();
+    assert!(started < SLOW, "{started:?}: {}", world.log());
+    work_all(&mut clients, &mut random);
+
+    // Without anything to do they cost nothing but memory.
+    let most = 4 * std::thread::available_parallelism().map_or(1, usize::from);
+    let deadline = Instant::now() + SLOW;
+    while names(&old).len() > most {
+        let found = names(&old).len();
+        assert!(
+            Instant::now() < deadline,
+            "{found} threads; at most {most} wanted"
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let before = ticks(&old);
+    std::thread::sleep(Duration::from_secs(1));
+    let idle = ticks(&old) - before;
+    let each = private_kib(&old) / count as u64;
+    println!(
+        "{count} disks: connected in {started:?}, {} threads, {each} KiB each, {idle} ticks in a second",
+        names(&old).len()
+    );
+    assert!(idle <= 1, "{idle} ticks of CPU time in an idle second");
+    assert!(each <= 1024, "{each} KiB for each disk");
+
+    // One grows; it is told of none of the others.
+    let larger = (2 * BLOCKS * BLOCK).to_string();
+    let (done, said) = world.ctl("control", &["disk-resize", "disk7", &larger]);
+    assert!(done, "{said}");
+    let (_, said) = world.ctl("control", &["disk-list"]);
+    assert_eq!(said.matches(&format!("\"size\":{larger}")).count(), 1, "{said}");
+
+    // Handed over while some of them work.
+    let mut longest = Duration::ZERO;
+    for round in 0..2 {
+        let new = serve(&world, count, &["--takeover", "--control", "control"]);
+        let deadline = Instant::now() + SLOW;
+        let busy = count.min(8);
+        while old.is_running() {
+            assert!(
+                Instant::now() < deadline,
+                "the takeover does not end: {}",
+                world.log()
+            );
+            longest = longest.max(work_all(&mut clients[..busy], &mut random));
+        }
+        assert_eq!(old.wait(), Some(0), "round {round}: {}", world.log());
+        old = new;
+        longest = longest.max(work_all(&mut clients, &mut random));
+    }
+    println!("the longest interruption by a takeover of {count} disks: {longest:?}");
+    assert!(longest < INTERRUPTION_MAX, "{longest:?}");
+    assert!(clients.iter().all(Client::is_connected), "{}", world.log());
+
+    let began = Instant::now();
+    assert_eq!(old.stop(), Some(0), "{}", world.log());
+    let stopped = began.elapsed();
+    println!("stopped in {stopped:?}");
+    assert!(stopped < SLOW, "{stopped:?}");
+    for disk in (0..count).step_by(count / 10) {
+        let image = format!("{disk}.qcow2");
+        world.assert_image_sound(&image, false);
+        let mut contents = world.contents_of(&image);
+        contents.truncate(BLOCKS * BLOCK);
+        clients[disk].assert_contents(&contents);
+    }
+}
