@@ -172,6 +172,13 @@ pub(super) async fn writes(queue: &Rc<Queue>) -> Result<(), IoError> {
     put_in_force(queue, bitmaps, Duty::Record)
 }
 
+/// Announces, durably, that the guest's data is about to change and that no bitmap will have it: what is stored of durable bitmaps goes
+/// out of date, too. No request is under way.
+pub(super) async fn give_up(queue: &Rc<Queue>) -> Result<(), IoError> {
+    let _turn = queue.shared.announcements.turns.take().await;
+    announce(queue, false).await
+}
+
 /// Announces, durably, that the disk's size is about to become `size_bytes`. What is stored of durable bitmaps does not cover such a
 /// disk: the next change stores them anew.
 pub(super) async fn resize(queue: &Rc<Queue>, size_bytes: u64) -> Result<(), IoError> {

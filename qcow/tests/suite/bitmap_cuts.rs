@@ -489,6 +489,68 @@ fn applied_snapshot_sets_all_bits_at_any_cut() {
     }
 }
 
+/// A read fails at any step of a snapshot's application, so that bitmaps cannot have all their bits set, perhaps: those which are not
+/// in use afterwards have what is written then.
+#[test]
+fn application_with_a_failed_read_leaves_no_bitmap_too_few() {
+    let (mut applied, mut given_up) = (0, 0);
+    for step in 0.. {
+        let random = &mut Random::new(7);
+        let world = SimWorld::new(7, Profile::IMMEDIATE);
+        let cx = world.context(64);
+        let disk = cx.block_on(async {
+            image(&world, &cx, 4096, &[4096, 65536], random).await;
+            let disk = open(&world, &cx, &durable()).await;
+            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+            let first = request(&*queue, Op::Write { fua: true }, 8192, &[9; 4096], 4096);
+            first.await.expect("a write");
+            disk
+        });
+        let disk = disk.expect("nothing waits for ever");
+        world.settle();
+        world.set_profile(Profile::default());
+        let (task_disk, task_cx) = (Arc::clone(&disk), cx.clone());
+        let result = Rc::new(RefCell::new(None));
+        let put = Rc::clone(&result);
+        let task = async move {
+            let which = SnapshotSelector::Name("s".to_owned());
+            let done = task_disk.apply_snapshot(&task_cx, &which, DiskSize::Fixed).await;
+            *put.borrow_mut() = Some(done.is_ok());
+        };
+        let mut steps = 0;
+        run_to_end(&world, &cx, &format!("step {step}"), task, || {
+            let read_error = if steps == step { 1000 } else { 0 };
+            world.set_profile(Profile {
+                read_error,
+                ..Profile::default()
+            });
+            steps += 1;
+        });
+        world.set_profile(Profile::IMMEDIATE);
+        let is_applied = result.take().expect("an answer");
+        // Further than any of the first writes, and than what a durable bitmap marks with them.
+        let at = SIZE - 4096;
+        let written = cx.block_on(async {
+            let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+            request(&*queue, Op::Write { fua: true }, at, &[8; 4096], 4096).await
+        });
+        written.expect("nothing waits for ever").expect("a write");
+        for (name, bitmap) in bitmaps(&world.contents(DISK).to_bytes()) {
+            let is_in_use = bitmap.flags.contains(BitmapFlags::IN_USE);
+            if name.starts_with("on") && !is_in_use {
+                assert_eq!(bitmap.bits.last(), Some(&true), "step {step}: {name}");
+            }
+            given_up += u64::from(is_in_use);
+        }
+        applied += u64::from(is_applied);
+        if steps <= step {
+            assert!(is_applied, "nothing failed");
+            break;
+        }
+    }
+    assert!(applied > 1 && given_up > 0, "{applied} {given_up}");
+}
+
 /// The host takes no write of bits: the guest's change fails in a durable bitmap, and nothing that changed lacks its bit. What
 /// cannot be stored at the close stays in use.
 #[test]

@@ -68,7 +68,7 @@ pub(super) async fn apply(
             if is_resized {
                 announce::resize(queue, new_bytes).await?;
             } else {
-                announce::writes(queue).await?;
+                announce::give_up(queue).await?;
             }
             switch.next.bitmaps = None;
             switch.commit(|_| ()).await?;
