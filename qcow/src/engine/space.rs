@@ -17,6 +17,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use block::report::Action;
+use block::request::check_range;
 use block::{IoError, Request};
 
 use super::{Queue, background, exclusive, flush, reclaim};
@@ -73,6 +74,8 @@ pub(super) async fn with_space(
             }
         }
         request.guard = Some(exclusive::admit(queue, queue.enter()).await?);
+        // What ran alone meanwhile may have made the disk smaller.
+        check_range(request.offset, request.len, queue.shared.size_bytes())?;
         if !again {
             return Err(error);
         }

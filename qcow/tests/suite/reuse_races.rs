@@ -323,6 +323,38 @@ fn close_finishes_the_round_that_is_under_way() {
     assert!(waited >= 4, "{waited}");
 }
 
+/// A disk becomes smaller while a write waits for the round: past the new end the write is refused, also if it had begun at the old size.
+#[test]
+fn write_that_waits_does_not_go_on_past_the_end_of_a_smaller_disk() {
+    let mut refused = 0;
+    at_each_operation(|bench| {
+        let end = 60 * CLUSTER;
+        let write = bench.start_write(1, 60, 0x60);
+        let (cx, disk) = (bench.workers.context(0).clone(), Arc::clone(&bench.disk));
+        let shrunk = bench.workers.run(0, async move { disk.shrink(&cx, end).await });
+        let is_waiting = write.borrow().is_none();
+        bench.release();
+        shrunk.take().expect("it ends").expect("a smaller disk");
+        let written = take(&write).map(drop);
+        if is_waiting {
+            refused += u64::from(written == Err(IoError::OutOfRange));
+        }
+        assert!(
+            written.is_ok() || written == Err(IoError::OutOfRange),
+            "{written:?}"
+        );
+        let (cx, disk) = (bench.workers.context(0).clone(), Arc::clone(&bench.disk));
+        let grown = bench
+            .workers
+            .run(0, async move { disk.grow(&cx, 128 << 10).await });
+        grown.take().expect("it ends").expect("a larger disk");
+        bench.assert_reads(60, 0);
+        bench.assert_old_content();
+        bench.close();
+    });
+    assert!(refused > 1, "{refused}");
+}
+
 /// A snapshot waits for the round and the write that waits for it, and they for each other at no operation.
 #[test]
 fn snapshot_and_waiting_write_do_not_wait_for_each_other() {

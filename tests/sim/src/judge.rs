@@ -326,8 +326,8 @@ impl Judge {
             .find(|(_, word)| **word != Some(ZERO));
         match other {
             None => Ok(()),
-            Some((sector, _)) => Err(format!(
-                "behind the end of a disk that became smaller sector {sector} is not zeros"
+            Some((sector, word)) => Err(format!(
+                "behind the end of a disk that became smaller sector {sector} is not zeros, but {word:x?}"
             )),
         }
     }
