@@ -121,8 +121,11 @@ impl Contents {
             done += part;
         }
         let end = offset + bytes.len() as u64;
-        if end > self.now.len() || (op.is_some() && end > self.durable.len()) {
-            // A sync that covers the data covers the length needed to read it, whichever op set that.
+        let shorter = |version: &Version<u64>| version.value < end;
+        if end > self.now.len() || op.is_some() && (end > self.durable.len() || self.lens.iter().any(shorter))
+        {
+            // A sync that covers the data covers the length needed to read it, whichever op set that; also if one before it makes a
+            // length durable that the file had when it was shorter.
             self.set_len(op, end.max(self.now.len()));
         }
     }
@@ -262,4 +265,31 @@ impl Contents {
 fn sectors_of(offset: u64, len: u64) -> (u64, u64) {
     let first = offset / SECTOR as u64;
     (first, (offset + len).div_ceil(SECTOR as u64).max(first))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::image::Store;
+    use super::*;
+
+    const LEN: u64 = SECTOR as u64;
+
+    /// The file was cut; what set its new length is in flight when a write inside that length is synced.
+    #[test]
+    fn sync_keeps_data_behind_an_older_cut() {
+        let mut contents = Contents::new(SimImage::new(&Store::default()));
+        contents.write(None, 0, &[1; 8 * SECTOR]);
+        contents.truncate(Some(1), 2 * LEN);
+        contents.complete(1, 2 * LEN, 6 * LEN, 1);
+        contents.preallocate(Some(2), 3 * LEN, 9 * LEN, false);
+        contents.write(Some(3), 2 * LEN, &[7; SECTOR]);
+        contents.complete(3, 2 * LEN, LEN, 3);
+        // The first was submitted before the write.
+        contents.sync(2, |_| true);
+        assert_eq!(contents.durable.len(), 2 * LEN);
+        contents.sync(4, |_| true);
+        assert!(contents.durable.len() >= 3 * LEN, "{}", contents.durable.len());
+        let kept = contents.durable.store().sector(contents.durable.get(2));
+        assert_eq!(kept, [7; SECTOR]);
+    }
 }
