@@ -247,7 +247,8 @@ pub(crate) fn judge(
                 }
                 continue;
             }
-            let is_extra = !sectors.any(&is_asked);
+            // The disk may have become smaller since, and the bit's sectors with it.
+            let is_extra = !(bit * per_bit..(bit + 1) * per_bit).any(&is_asked);
             if is_extra && demand.exact || !records {
                 return Err(format!("bitmap {name} has bit {bit}, which nobody has changed"));
             }
