@@ -180,7 +180,13 @@ impl Worker {
     }
 
     /// Wakes the frontends that were kicked. Returns true if there were any.
+    #[inline]
     fn wake_kicked(&mut self) -> bool {
+        self.cx.ring().has_events() && self.take_kicks()
+    }
+
+    #[inline(never)]
+    fn take_kicks(&mut self) -> bool {
         let mut events = std::mem::take(&mut self.events);
         self.cx.ring().take_events(&mut events);
         let mut any = false;
@@ -193,10 +199,8 @@ impl Worker {
 
     /// Has frontends fall asleep that have had nothing to do for a while, so that those which have go faster. With one frontend
     /// it is the worker that sleeps.
+    #[inline(never)]
     fn rest_idle(&mut self) {
-        if self.awake.len() < 2 {
-            return;
-        }
         let rests = |entry: &mut Entry| {
             entry.idle += 1;
             if entry.idle < IDLE_ROUNDS || !entry.may_sleep_alone() {
@@ -280,7 +284,9 @@ impl Worker {
             }
             !gone
         });
-        self.rest_idle();
+        if self.awake.len() > 1 {
+            self.rest_idle();
+        }
         worked |= self.wake_kicked();
         Ok(worked)
     }

@@ -336,19 +336,36 @@ impl Slots {
     }
 
     pub(super) fn get(&self, index: u32) -> Option<&Slot> {
-        let index = index as usize;
-        self.list
-            .get(index)
-            .or_else(|| self.watches.get(index - self.list.len()))
+        match self.list.get(index as usize) {
+            Some(slot) => Some(slot),
+            None => self.watch(index),
+        }
     }
 
     pub(super) fn get_mut(&mut self, index: u32) -> Option<&mut Slot> {
-        let index = index as usize;
-        let ops = self.list.len();
-        match self.list.get_mut(index) {
-            Some(slot) => Some(slot),
-            None => self.watches.get_mut(index - ops),
+        if (index as usize) < self.list.len() {
+            return self.list.get_mut(index as usize);
         }
+        self.watch_mut(index)
+    }
+
+    #[cold]
+    fn watch(&self, index: u32) -> Option<&Slot> {
+        self.watches.get(index as usize - self.list.len())
+    }
+
+    #[cold]
+    fn watch_mut(&mut self, index: u32) -> Option<&mut Slot> {
+        self.watches.get_mut(index as usize - self.list.len())
+    }
+
+    #[cold]
+    fn free_watch(&mut self, index: u32) {
+        let Some(slot) = self.watch_mut(index) else { return };
+        let generation = slot.generation.wrapping_add(1);
+        *slot = Slot::new();
+        slot.generation = generation;
+        self.free_watches.push(index);
     }
 
     /// Wakes `waker` when a slot becomes free.
@@ -370,8 +387,8 @@ impl Slots {
     /// Frees a slot, its owner and everything it held.
     #[inline]
     pub(super) fn free(&mut self, index: u32) {
-        let Some(slot) = self.get_mut(index) else {
-            return;
+        let Some(slot) = self.list.get_mut(index as usize) else {
+            return self.free_watch(index);
         };
         slot.owner = Owner::Free;
         slot.generation = slot.generation.wrapping_add(1);
@@ -385,10 +402,6 @@ impl Slots {
         slot.retries = 0;
         if !slot.keep.is_empty() {
             slot.keep.clear();
-        }
-        if index as usize >= self.list.len() {
-            self.free_watches.push(index);
-            return;
         }
         self.free.push(index);
         // All of them: a waker on the list may belong to a task that no longer waits, and one of

@@ -76,6 +76,13 @@ impl Ring {
         })
     }
 
+    /// Returns true if a watch has fired, and [`Ring::take_events`] has something to take.
+    #[inline]
+    #[must_use]
+    pub fn has_events(&self) -> bool {
+        !self.in_flight.events.borrow().is_empty()
+    }
+
     /// Appends the tokens of watches that fired to `out`.
     pub fn take_events(&self, out: &mut Vec<EventToken>) {
         out.append(&mut self.in_flight.events.borrow_mut());
