@@ -102,8 +102,9 @@ impl fmt::Debug for Worker {
 /// The wake-up's token; those of frontends' watches follow. Events only end a sleep; the next round finds the work by polling.
 const WAKE: EventToken = 0;
 
-/// After so many rounds without anything to do a frontend falls asleep by itself: about as long as a worker polls.
-const IDLE_ROUNDS: u32 = if cfg!(shuttle) { 1 } else { 128 };
+/// After so many looks without anything to do a frontend falls asleep by itself: about as long as a worker polls. Many that are awake
+/// share them, or each round would look at all of them for the few that have something to do.
+const IDLE_LOOKS: usize = if cfg!(shuttle) { 2 } else { 256 };
 
 impl Worker {
     /// Makes a worker without a thread: its owner calls [`Worker::round`], and can interleave several of them in one
@@ -201,9 +202,10 @@ impl Worker {
     /// it is the worker that sleeps.
     #[inline(never)]
     fn rest_idle(&mut self) {
+        let looks = IDLE_LOOKS / self.awake.len();
         let rests = |entry: &mut Entry| {
             entry.idle += 1;
-            if entry.idle < IDLE_ROUNDS || !entry.may_sleep_alone() {
+            if (entry.idle as usize) < looks || !entry.may_sleep_alone() {
                 return false;
             }
             entry.idle = 0;
