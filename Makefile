@@ -13,7 +13,7 @@
 #   make tsan    the workers and the stress tests under ThreadSanitizer, with an instrumented standard library
 #   make coverage  how much of the format engine the suite reaches, and the lines it does not
 #   make mutants  the engine broken in small ways, one at a time, for SECONDS seconds: which breaks no test notices
-#   make soak    crash exploration of new seeds for SECONDS seconds (default 60); remembers where it was
+#   make soak    crash exploration of new seeds for SECONDS seconds (default 60); remembers where it was; and 1,000 disks in one process
 #   make soak-ublk  block devices in the lab, made, worked on, killed and removed for SECONDS seconds on each kernel
 #   make soak-crash  power cuts below servers in the lab, judged by the kernel's log and QEMU's tools, for SECONDS seconds
 #   make fuzz    each fuzz target for SECONDS seconds (default 60)
@@ -129,6 +129,7 @@ bench-check: setup
 
 soak:
 	$(SIM) soak --seconds $(SECONDS)
+	RINGDISK_DISKS=1000 env --default-signal=HUP,INT,QUIT,TERM cargo test --release -p ringdisk --test restart density -- --nocapture
 
 soak-ublk: setup build
 	RINGDISK_SOAK_SECONDS=$(SECONDS) env --default-signal=HUP,INT,QUIT,TERM \
