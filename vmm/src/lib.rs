@@ -44,6 +44,7 @@ pub mod machine;
 pub mod metrics;
 pub mod once;
 pub mod open;
+mod parallel;
 mod pid_file;
 pub mod run;
 pub mod sandbox;

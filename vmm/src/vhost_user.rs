@@ -31,7 +31,7 @@ use crate::sandbox::{self, SandboxError, Task};
 use crate::signals::{StopSignals, is_log_read};
 use crate::socket::{Socket, folder_of};
 use crate::takeover::{self, TakeoverSocket};
-use crate::{background, limits, sd_notify};
+use crate::{background, limits, parallel, sd_notify};
 use desk::{ControlPlace, ServedControl, VhostUserDesk};
 use hand_over::{
     HandOverFailure, Obstacles, Takeover, accept, adopt_sockets, hand_over, lost, names,
@@ -126,14 +126,17 @@ pub fn run(
         .unwrap_or_default();
     let waiting = sockets.into_iter().zip(configs);
     // Dropped before the offer, whatever fails: then the old server opens its images again.
-    let mut opened = Vec::new();
-    for (socket, config) in waiting {
-        if stop.is_stopped() {
-            return Ok(EXIT_OK);
-        }
-        let image = find(&config, options, &lock_set);
-        opened.push((socket, config, image.map_err(|error| failed(error.into()))?));
-    }
+    let found = parallel::each(waiting.collect(), |(_, config)| {
+        let wanted = !stop.is_stopped();
+        wanted.then(|| find(config, options, &lock_set)).transpose()
+    });
+    let found = found.map_err(|error| failed(error.into()))?;
+    let opened = found
+        .into_iter()
+        .map(|((socket, config), image)| Some((socket, config, image?)));
+    let Some(opened) = opened.collect::<Option<Vec<_>>>() else {
+        return Ok(EXIT_OK);
+    };
     let not_confined = |error: SandboxError| CommandFailure::Failed(error.into());
     if options.sandbox {
         // Threads that are started later are inside.

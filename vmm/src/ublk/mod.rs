@@ -15,7 +15,6 @@ mod hand_over;
 mod in_use;
 mod or_recover;
 mod page_cache;
-mod parallel;
 mod priority;
 mod process;
 mod requests;

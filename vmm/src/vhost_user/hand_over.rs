@@ -3,6 +3,7 @@
 //! Invariants: an image is closed before it is offered. If the new server does not take what is offered, the images are opened
 //! again, and the same clients are served.
 
+use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -15,6 +16,7 @@ use super::desk::VhostUserDesk;
 use super::image::ServedImage;
 use super::served::{Options, Served, confine};
 use crate::error::CommandFailure;
+use crate::parallel;
 use crate::sandbox::Task;
 use crate::socket::{Socket, SocketError};
 use crate::takeover::{self, ControlSocket, Offer, Successor, Taken, TakeoverSocket};
@@ -149,9 +151,13 @@ pub(super) fn hand_over(
         }
     }
     let mut failed = None;
-    for disk in served {
-        let closed = disk.server.close_disk();
-        disk.image.close();
+    let images: Vec<_> = served.iter().map(|disk| (&disk.server, &disk.image)).collect();
+    let Ok(closed) = parallel::each(images, |(server, image)| {
+        let closed = server.close_disk();
+        image.close();
+        Ok::<_, Infallible>(closed)
+    });
+    for (disk, (_, closed)) in served.iter().zip(closed) {
         if let Err(error) = closed {
             tracing::error!(disk = %disk.name, %error, "the image was not closed cleanly");
             failed.get_or_insert(CommandFailure::about(&disk.name, error));

@@ -13,7 +13,7 @@ const THREADS_MAX: usize = 8;
 ///
 /// The first error, in the order of `items`. No item after a failed one is started; those in progress are finished
 /// and dropped.
-pub(super) fn each<T: Send, R: Send, E: Send>(
+pub(crate) fn each<T: Send, R: Send, E: Send>(
     items: Vec<T>,
     work: impl Fn(&T) -> Result<R, E> + Sync,
 ) -> Result<Vec<(T, R)>, E> {
