@@ -299,7 +299,7 @@ fn draw(random: &mut Random, (cluster, sparse): (u64, bool)) -> (Op, u64, u64) {
 #[test]
 fn no_cut_of_a_compaction_leaves_bitmaps_without_their_bits() {
     let mut moved = 0;
-    for seed in 0..16 {
+    for seed in 0..8 {
         let random = &mut Random::new(seed);
         let cluster = random.pick(&[512, 4096]);
         let world = SimWorld::new(seed, Profile::IMMEDIATE);
@@ -361,7 +361,7 @@ fn no_cut_of_a_compaction_leaves_bitmaps_without_their_bits() {
         assert!(bitmaps(&bytes) == before, "{what}: the bitmaps have changed");
         moved += u64::from(place(&bytes) < old_place);
     }
-    assert!(moved > 8, "bitmaps moved in {moved} runs");
+    assert!(moved > 4, "bitmaps moved in {moved} runs");
 }
 
 #[test]
