@@ -133,6 +133,26 @@ fn invalid_command_line_is_one_line_and_exit_code_2() {
             "1 --socket for 2 --disk",
         ),
         (&["vhost-user", "--disk", "path=a"], "--socket"),
+        (
+            &[
+                "vhost-user",
+                "--socket",
+                "s",
+                "--disk",
+                "path=a,poll_us=0",
+                "--workers",
+                "2",
+            ],
+            "--workers with poll_us of disk a: it is a setting of a worker that serves one queue",
+        ),
+        (
+            &["vhost-user", "--socket", "s", "--disk", "path=a", "--workers", "2@"],
+            "`` names no CPUs; expected a list such as 0-3,8",
+        ),
+        (
+            &["vhost-user", "--socket", "s", "--disk", "path=a", "--workers", "0"],
+            "`0` is no number of workers; expected 1 to 1024",
+        ),
         (&["image"], "missing"),
         (&["image", "create", "x.qcow2"], "the size is missing"),
         (&["image", "create", "x.qcow2", "1MB"], "size `1MB`"),
@@ -290,6 +310,18 @@ fn missing_cpu_is_refused_with_the_allowed_list() {
         .trim();
     let expected = format!("cannot run a worker on CPUs [1023]; it may run on CPUs {allowed}: ");
     assert!(line.contains(&expected), "{line}");
+    let shared = [
+        "vhost-user",
+        "--socket",
+        "s",
+        "--disk",
+        "path=raw.img,image_type=raw",
+        "--workers",
+        "1@1023",
+    ];
+    let line = world.ringdisk(&shared).refused(1);
+    assert!(line.contains(&expected), "{line}");
+    assert!(!exists(&world.path("s")), "the socket is left");
 }
 
 /// It refuses before it asks the driver, which may be missing here, and before the image's lock names this process.
