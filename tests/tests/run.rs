@@ -236,6 +236,7 @@ fn disk_in_use_has_snapshots_is_complete_when_paused_and_grows() -> Result<(), E
         "the guest has seen it: {all}"
     );
     assert!(all.contains("inner behind the old end 0"), "{all}");
+    assert!(all.contains("inner button pressed"), "{all}");
 
     assert!(value("first ").contains(r#""snapshot":"1""#), "{all}");
     assert!(value("second ").contains(r#""snapshot":"2""#), "{all}");

@@ -79,6 +79,12 @@ enum Command {
     Pause,
     /// Resume the guest
     Resume,
+    /// Press the power button: ask the guest to shut down
+    PowerButton,
+    /// Restart the guest at once, as a reset button does; writes that it has not flushed may be lost
+    ///
+    /// With --no-reboot the machine ends.
+    Reset,
     /// Make a disk larger, or smaller with --force
     DiskResize {
         /// The disk's id or, without one, its path
@@ -343,6 +349,8 @@ fn request(command: Command) -> Result<Request, CommandFailure> {
         Command::CompactStatus { id } => Request::CompactStatus { id },
         Command::CompactStop { id } => Request::CompactStop { id },
         Command::Pause => Request::Pause {},
+        Command::PowerButton => Request::PowerButton {},
+        Command::Reset => Request::Reset {},
         Command::Resume => Request::Resume {},
         Command::DiskResize { id, size, force } => {
             let bytes = size::parse_bytes(&size);

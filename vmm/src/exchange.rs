@@ -188,6 +188,7 @@ fn statistics<D: Desk>(desk: &D, id: Option<&str>) -> Result<Value, String> {
 pub(crate) fn refusal(server: &str, request: &Request) -> String {
     let why = match request {
         Request::Pause {} | Request::Resume {} => "it has no guest; only `ringdisk run` pauses one",
+        Request::PowerButton {} | Request::Reset {} => "it has no guest; only `ringdisk run` has buttons",
         Request::DiskAdd { .. } | Request::DiskRemove { .. } => {
             "its disks are those that it was started with; only `ringdisk run` adds and removes disks"
         }

@@ -222,6 +222,14 @@ impl exchange::Desk for Desk {
                 machine.resume();
                 Ok(json!({"state": "running"}))
             }),
+            Request::PowerButton {} => self.with(|machine| {
+                machine.press_power_button();
+                Ok(json!({}))
+            }),
+            Request::Reset {} => self.with(|_| {
+                self.stop.ask(Reason::Reset);
+                Ok(json!({}))
+            }),
             Request::DiskAdd { disk } => self.add(&disk),
             Request::DiskRemove { id } => self.remove(&id),
             Request::PassLocks {} | Request::HandOver { .. } => {

@@ -1,4 +1,4 @@
-# Counts in the first sector, and says so when the disk has answered; until the disk has grown.
+# Counts in the first sector, and says so when the disk has answered; until the disk has grown. Then it waits for its power button.
 size() { cat "/sys/block/$(basename "$(readlink /dev/lab/data)")/size"; }
 before=$(size)
 fio --name=load --filename=/dev/lab/data --offset=16m --size=64m --rw=randwrite --bs=16k --ioengine=libaio --iodepth=16 \
@@ -13,3 +13,11 @@ done
 kill $load
 echo "size $before $(size)"
 dd if=/dev/lab/data bs=1M skip=192 count=1 status=none | tr -d '\0' | wc -c | sed 's/^/behind the old end /'
+modprobe button
+modprobe evdev
+button() { grep -l 'Power Button' /sys/class/input/event*/device/name | head -n 1; }
+until [ -n "$(button)" ]; do sleep 0.1; done
+device=$(button)
+device=${device%/device/name}
+echo "waits for the button"
+head -c 24 "/dev/input/${device##*/}" >/dev/null && echo "button pressed"

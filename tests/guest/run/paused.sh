@@ -20,5 +20,7 @@ ctl dance 2>&1 | head -n 1 | sed 's/^/unknown /' || true
 refused nodisk disk-resize nodisk 1G
 refused smaller disk-resize data.qcow2 1M
 ctl disk-resize data.qcow2 256M | sed 's/^/grown /'
+wait_for count "waits for the button"
+ctl power-button | sed 's/^/pressed /'
 wait $machine && echo "ended 0" || echo "ended $?"
 told count

@@ -47,6 +47,10 @@ pub enum Request {
     Pause {},
     /// Resumes the guest.
     Resume {},
+    /// Presses the power button: the guest is asked to shut down.
+    PowerButton {},
+    /// Restarts the guest at once.
+    Reset {},
     /// Make a disk larger or smaller.
     DiskResize {
         /// The disk, by its id or, without one, its path; the number of a block device.
@@ -203,6 +207,8 @@ impl Request {
             Self::Stop {} => "stop",
             Self::Pause {} => "pause",
             Self::Resume {} => "resume",
+            Self::PowerButton {} => "power-button",
+            Self::Reset {} => "reset",
             Self::DiskResize { .. } => "disk-resize",
             Self::DiskLimits { .. } => "disk-limits",
             Self::DiskAdd { .. } => "disk-add",

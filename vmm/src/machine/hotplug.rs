@@ -1,10 +1,11 @@
-//! Adding and removing disks while the guest runs: the registers between the machine and the guest's ACPI code, one bit
-//! per slot. ACPI 6.5, 5.6.9 (events), 6.3 (insertion and removal).
+//! Adding and removing disks while the guest runs, and the power button: the registers between the machine and the guest's ACPI code,
+//! one bit per slot. The host bridge in slot 0 stays: its bit is the button's. ACPI 6.5, 5.6.9 (events), 6.3 (insertion and removal),
+//! 4.8.3.1.1 (buttons).
 //!
 //! | offset | register | read | ones written |
 //! |---|---|---|---|
 //! | 0 | inserted | slots with a function that is new to the guest | the guest has seen them |
-//! | 4 | asked | slots whose function the guest is asked to release | the guest has seen the request |
+//! | 4 | asked | slots whose function the guest is asked to release; bit 0: the button was pressed | the guest has seen the request |
 //! | 8 | eject | 0 | the guest has released the function, which is removed |
 //!
 //! The interrupt line is high while a bit of the first two is set, so that events before the guest listens stay
@@ -23,6 +24,8 @@ use super::bus::Ports;
 const INSERTED: u16 = 0;
 const ASKED: u16 = 4;
 const EJECT: u16 = 8;
+/// The power button's bit, in place of a slot.
+pub(super) const BUTTON: usize = 0;
 /// The size of the registers, in bytes.
 pub(super) const REGISTER_BYTES: u16 = 12;
 
@@ -89,8 +92,13 @@ impl Hotplug {
         self.change(|state| state.asked |= 1 << slot);
     }
 
+    /// Presses the power button.
+    pub(super) fn press_power_button(&self) {
+        self.ask(BUTTON);
+    }
+
     fn eject(&self, slots: u32) {
-        for slot in (0..32).filter(|slot| slots & 1 << slot != 0) {
+        for slot in (0..32).filter(|&slot| slot != BUTTON && slots & 1 << slot != 0) {
             // What was to be said of the slot was about what is there no more.
             self.change(|state| {
                 state.inserted &= !(1 << slot);
@@ -190,6 +198,20 @@ mod tests {
         ports.0.ask(2);
         ports.0.insert(2);
         assert_eq!((read(&mut ports, INSERTED), read(&mut ports, ASKED)), (1 << 2, 0));
+    }
+
+    #[test]
+    fn pressed_button_is_pending_until_the_guest_has_seen_it() {
+        let (mut ports, lines, ejected) = registers();
+        ports.0.press_power_button();
+        ports.0.ask(4);
+        assert_eq!(read(&mut ports, ASKED), 1 | 1 << 4);
+        // It is nothing that a guest could release.
+        ports.write(EJECT, &1u32.to_le_bytes());
+        assert_eq!((read(&mut ports, ASKED), ejected.lock().len()), (1 | 1 << 4, 0));
+        ports.write(ASKED, &1u32.to_le_bytes());
+        assert_eq!(read(&mut ports, ASKED), 1 << 4);
+        assert_eq!(*lines.lock(), [true]);
     }
 
     #[test]

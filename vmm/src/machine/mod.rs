@@ -418,6 +418,11 @@ impl Machine {
         self.hotplug.ask(slot);
     }
 
+    /// Presses the power button. What the guest makes of it, and when, is up to the guest.
+    pub fn press_power_button(&self) {
+        self.hotplug.press_power_button();
+    }
+
     /// Lets the guest run.
     pub fn resume(&self) {
         self.disks

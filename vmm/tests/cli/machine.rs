@@ -689,6 +689,47 @@ fn fast_restarts_are_slowed_down_or_end_with_no_reboot() {
     assert!(begun.elapsed() < Duration::from_secs(20));
 }
 
+/// Also a guest that is paused, or that never listens to its button.
+#[test]
+fn reset_restarts_the_guest_or_ends_it_with_no_reboot() {
+    let Some(world) = machines("guests that are reset") else {
+        return;
+    };
+    let serial = ["--serial", "socket=console", "--control", "control"];
+    let ctl = |what: &str| {
+        let done = world.ringdisk(&["ctl", "--json", "--socket", "control", what]);
+        assert_eq!(done.success(), "{\"ok\":true}\n", "{what}");
+    };
+    let mut machine = Running::machine(&world, &serial);
+    let mut console = client(&world.path("console"));
+    hear(&console, b'1');
+    ctl("power-button");
+    hear(&console, b'2');
+    for pauses in [false, true] {
+        if pauses {
+            world
+                .ringdisk(&["ctl", "--json", "--socket", "control", "pause"])
+                .success();
+        }
+        ctl("reset");
+        // What was said before may be on its way.
+        let mut said = String::new();
+        while !said.ends_with(GREETING) {
+            let mut byte = [0];
+            console.read_exact(&mut byte).expect("it starts again");
+            said.push(char::from(byte[0]));
+        }
+        hear(&console, b'3');
+    }
+    machine.signal("TERM");
+    machine.ended().success();
+
+    let machine = Running::machine(&world, &[&serial[..], &["--no-reboot"]].concat());
+    hear(&client(&world.path("console")), b'1');
+    ctl("reset");
+    machine.ended().success();
+}
+
 /// Otherwise the guest takes the time of a pause for a hang.
 #[test]
 fn pause_is_reported_to_the_guest_clock() {

@@ -177,6 +177,10 @@ fn disk_in_use_is_listed_flushed_resized_kept_in_snapshots_and_compacted() {
     for (request, reason) in [
         (r#"{"command":"pause"}"#, "a vhost-user server cannot do `pause`"),
         (
+            r#"{"command":"power-button"}"#,
+            "it has no guest; only `ringdisk run` has buttons",
+        ),
+        (
             r#"{"command":"disk-remove","id":"disk.qcow2"}"#,
             "only `ringdisk run`",
         ),

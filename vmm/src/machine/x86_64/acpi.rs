@@ -222,6 +222,7 @@ mod tests {
         assert_eq!(count(b"_EJ0"), 31);
         assert_eq!(count(b"_SUN"), 31);
         assert_eq!((count(b"ACPI0013"), count(b"_EVT")), (1, 1));
+        assert_eq!(count(b"PWRB"), 2, "a button, and who presses it");
         // The pin of the event device: level, active high, ours alone, as a whole descriptor.
         assert_eq!(count(&[0x89, 6, 0, 1, 1, 5, 0, 0, 0]), 1);
         // Slot 31's address, and nobody has one beyond it.

@@ -1,19 +1,21 @@
-//! The AML code that the guest executes when disks are added and removed: the counterpart of
+//! The AML code that the guest executes when disks are added and removed, and when the power button is pressed: the counterpart of
 //! [`crate::machine::hotplug`].
 //!
 //! An interrupt makes the generic event device call `SCAN`, which notifies the slots by the registers: a device check
-//! (1), or an eject request (3). A slot that the guest has released is written to `EJCT`. ACPI 6.5, 5.6.9 and 6.3.3.
+//! (1), or an eject request (3); and the button (0x80). A slot that the guest has released is written to `EJCT`. ACPI 6.5, 5.6.9, 6.3.3
+//! and 4.8.3.1.1.
 
 use acpi_tables::aml::{self, Path};
 use acpi_tables::{Aml, AmlSink};
 
 use super::{HOTPLUG_PIN, HOTPLUG_PORT};
 use crate::machine::bus::SLOTS;
-use crate::machine::hotplug::REGISTER_BYTES;
+use crate::machine::hotplug::{BUTTON, REGISTER_BYTES};
 
 /// Notification codes: ACPI 6.5, 5.6.6.
 const DEVICE_CHECK: u8 = 1;
 const EJECT_REQUEST: u8 = 3;
+const BUTTON_PRESSED: u8 = 0x80;
 
 fn name(slot: usize) -> Path {
     Path::new(&format!("S{slot:02}_"))
@@ -71,6 +73,11 @@ pub(super) fn slots(body: &mut Vec<u8>) {
             .to_aml_bytes(&mut steps);
         }
     }
+    aml::If::new(
+        &aml::And::new(&aml::ZERO, &aml::Local(1), &(1u32 << BUTTON)),
+        vec![&aml::Notify::new(&path("\\_SB_.PWRB"), &BUTTON_PRESSED)],
+    )
+    .to_aml_bytes(&mut steps);
     aml::Method::new(path("SCAN"), 0, true, vec![&Terms(steps)]).to_aml_bytes(&mut children);
     body.extend(aml::Scope::raw(path("_SB_.PCI0"), children));
 }
@@ -84,9 +91,17 @@ impl Aml for Terms {
     }
 }
 
-/// Appends the device whose interrupt signals pending events.
+/// Appends the device whose interrupt signals pending events, and the power button.
 pub(super) fn event_device(body: &mut Vec<u8>) {
     let path = |name: &str| Path::new(name);
+    aml::Device::new(
+        path("_SB_.PWRB"),
+        vec![
+            &aml::Name::new(path("_HID"), &aml::EISAName::new("PNP0C0C")),
+            &aml::Name::new(path("_UID"), &aml::ZERO),
+        ],
+    )
+    .to_aml_bytes(body);
     aml::Device::new(
         path("_SB_.GED_"),
         vec![
