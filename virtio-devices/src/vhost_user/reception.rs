@@ -84,11 +84,18 @@ struct Desk<'a> {
     waiting: VecDeque<(usize, Session<'a>)>,
     back: Vec<(usize, Session<'a>, Result<Pause, ServeError>)>,
     threads: usize,
-    /// Of the threads, those that wait for a session.
-    resting: usize,
+    /// Of the threads, those that talk; the others are about to take a session, or wait for one.
+    talking: usize,
     closed: bool,
-    /// What a thread panicked with.
+    /// The panic of a thread.
     panic: Option<Box<dyn Any + Send>>,
+}
+
+impl Desk<'_> {
+    /// Returns true if more sessions wait than threads are free.
+    fn are_too_few(&self) -> bool {
+        self.waiting.len() > self.threads - self.talking
+    }
 }
 
 struct Reception<'a> {
@@ -119,7 +126,7 @@ impl<'a> Reception<'a> {
                 waiting: VecDeque::new(),
                 back: Vec::new(),
                 threads: 0,
-                resting: 0,
+                talking: 0,
                 closed: false,
                 panic: None,
             }),
@@ -281,7 +288,7 @@ impl<'a> Reception<'a> {
     {
         loop {
             let desk = self.desk();
-            let waits = desk.waiting.len() > desk.resting;
+            let waits = desk.are_too_few();
             if !waits || desk.threads >= self.threads_at_once {
                 return waits;
             }
@@ -298,7 +305,7 @@ impl<'a> Reception<'a> {
         'a: 'env,
     {
         let mut desk = self.desk();
-        if desk.waiting.len() <= desk.resting {
+        if !desk.are_too_few() {
             return true;
         }
         desk.threads += 1;
@@ -327,21 +334,21 @@ impl<'a> Reception<'a> {
         let mut desk = self.desk();
         loop {
             if let Some(next) = desk.waiting.pop_front() {
+                desk.talking += 1;
                 drop(desk);
                 self.talk_in(next);
                 desk = self.desk();
+                desk.talking -= 1;
                 continue;
             }
             if desk.closed {
                 break;
             }
-            desk.resting += 1;
             let (woken, rest) = self
                 .work
                 .wait_timeout(desk, REST)
                 .unwrap_or_else(PoisonError::into_inner);
             desk = woken;
-            desk.resting -= 1;
             if rest.timed_out() && desk.waiting.is_empty() {
                 break;
             }

@@ -331,7 +331,7 @@ impl Client<'_> {
 
 impl VhostUserServer {
     /// Serves the clients that connect to `listener`, one after another, until `stop` is asked to stop.
-    /// What a client asked for before it went, or before the stop, has been answered and published when
+    /// Requests that a client made before it went, or before the stop, have been answered and published when
     /// this returns. A client's mistakes end its connection, not the server.
     ///
     /// # Errors
