@@ -34,7 +34,7 @@ add first.c add --id 6 --disk $(disk 6) $(disk 7) $(disk 8) --queues-per-worker 
 
 jobs=
 for id in 0 1 2 3 4 5 6 7 8; do jobs="$jobs --name=d$id --filename=/dev/ublkb$id"; done
-fio --name=global --ioengine=libaio --iodepth=8 --direct=1 --rw=randwrite --bsrange=4k-32k --size=8m --rate_iops=40 \
+fio --name=global --ioengine=libaio --iodepth=8 --direct=1 --rw=randwrite --bsrange=4k-32k --size=8m --rate_iops=20 \
     --verify=xxhash --verify_backlog=50 --verify_fatal=1 --do_verify=1 --time_based --runtime=1200 --allow_file_create=0 \
     --eta=never --output=/tmp/fio $jobs & load=$!
 sleep 2

@@ -19,7 +19,7 @@ const LVM: &str = include_str!("../../guest/ublk/lvm.sh");
 #[test]
 fn image_fills_a_logical_volume_and_goes_on_when_it_grows() -> Result<(), Error> {
     let ((kernel, lab), scratch) = (newest(), Scratch::new()?);
-    let outcome = run_in(&lab, &scratch, 2, LVM, Ok, |guest| {
+    let outcome = run_in(&lab, &scratch, 1, LVM, Ok, |guest| {
         // What others left there.
         let volume = scratch.file("volume");
         std::fs::write(&volume, vec![0xA5; VOLUME]).expect("a volume");

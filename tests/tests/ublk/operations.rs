@@ -1,7 +1,8 @@
 //! Operation of devices: names that stay, a command line that goes on where a killed server was, and
 //! limits that devices share.
 
-use super::{newest, on_both, on_newest, run_with, said};
+use super::{newest, on_both_with_queues, on_newest, run_in, said};
+use lab::nested::Toolbox;
 use lab::{Error, Kernel, Outcome, Scratch};
 use std::path::{Path, PathBuf};
 
@@ -9,7 +10,7 @@ const OPERATIONS: &str = include_str!("../../guest/ublk/operations.sh");
 
 #[test]
 fn names_persist_one_command_recovers_and_limits_are_shared() -> Result<(), Error> {
-    on_newest(2, OPERATIONS, |_, outcome| {
+    on_newest(1, OPERATIONS, |_, outcome| {
         let all = said(outcome);
         let lines = |key: &str| -> Vec<String> {
             let lines = outcome.lines().filter_map(|line| line.strip_prefix(key));
@@ -128,7 +129,7 @@ fn udev_names_devices_and_reads_only_allowed_contents() -> Result<(), Error> {
     let [daemon, tool, rules] = udev();
     let packaging = Path::new(env!("CARGO_MANIFEST_DIR")).join("../packaging");
     let ((_, lab), scratch) = (newest(), Scratch::new()?);
-    let outcome = run_with(&lab, &scratch, UDEV, |tools| {
+    let tools = |tools: Toolbox| {
         tools
             .program(&daemon, "systemd-udevd")?
             .program(&tool, "udevadm")?
@@ -136,7 +137,8 @@ fn udev_names_devices_and_reads_only_allowed_contents() -> Result<(), Error> {
             .file(&packaging.join("59-ringdisk.rules"))?
             .file(&packaging.join("60-ringdisk.rules"))?
             .file(&packaging.join("60-ringdisk-users.rules"))
-    })?;
+    };
+    let outcome = run_in(&lab, &scratch, 1, UDEV, tools, |guest| guest)?;
     judge_udev(&outcome);
     Ok(())
 }
@@ -179,7 +181,7 @@ const SANDBOX: &str = include_str!("../../guest/ublk/sandbox.sh");
 
 #[test]
 fn server_threads_drop_every_unneeded_privilege() -> Result<(), Error> {
-    on_both(SANDBOX, |kernel, outcome| {
+    on_both_with_queues(SANDBOX, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
         let transport = super::own_transport(kernel);
