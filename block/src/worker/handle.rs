@@ -23,6 +23,18 @@ use crate::task::{Context, RunQueue};
 #[error("the worker has ended")]
 pub struct WorkerGone;
 
+/// The end of a worker's thread, however it comes.
+struct End(Arc<Commands>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.ended.store(true, Ordering::SeqCst);
+        // Late commands are dropped, and with them their answers' senders. Outside the lock: what they own may ask for more.
+        let late = std::mem::take(&mut *self.0.list.lock());
+        drop(late);
+    }
+}
+
 /// A running worker. Dropping the handle stops it and waits until it has drained.
 pub struct WorkerHandle {
     commands: Arc<Commands>,
@@ -52,7 +64,8 @@ impl WorkerHandle {
         let thread = thread::Builder::new()
             .name(config.name.clone())
             .spawn(move || {
-                let ended = Arc::clone(&shared);
+                // Dropped after the worker, also if that panics.
+                let _end = End(Arc::clone(&shared));
                 match set_up(&config, shared) {
                     Ok((mut worker, _watch)) => {
                         let facts = (Arc::clone(worker.cx.run_queue()), worker.cx.ring().driver_name());
@@ -65,9 +78,6 @@ impl WorkerHandle {
                     // The receiver waits below; an error without a receiver can be dropped.
                     Err(error) => report.send(Err(error)).unwrap_or_default(),
                 }
-                ended.ended.store(true, Ordering::SeqCst);
-                // Late commands are dropped, and with them their answers' senders.
-                ended.list.lock().clear();
             })
             .map_err(StartWorkerError::Thread)?;
         let gone = || StartWorkerError::Thread(io::ErrorKind::BrokenPipe.into());

@@ -148,6 +148,31 @@ fn worker_block_on_runs_future_on_its_thread() {
     assert_ne!(here, there);
 }
 
+/// Whoever asks a worker that ended by a panic is told, whether it came before or after.
+#[test]
+fn worker_that_panics_leaves_nobody_waiting() {
+    let worker = WorkerHandle::spawn(WorkerConfig::default()).expect("a worker");
+    let (go, gone) = mpsc::channel::<()>();
+    let (begun, is_busy) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| {
+            worker.run(move |_| {
+                begun.send(()).expect("somebody waits");
+                gone.recv().expect("a word");
+                panic!("a fault of ours");
+            })
+        });
+        is_busy.recv().expect("it has begun");
+        let queued = scope.spawn(|| worker.run(|_| ()));
+        go.send(()).expect("it waits");
+        let ended: Result<(), WorkerGone> = first.join().expect("no panic here");
+        assert!(ended.is_err());
+        assert!(queued.join().expect("no panic here").is_err());
+    });
+    assert!(worker.run(|_| ()).is_err());
+    assert!(worker.block_on(|_| Box::pin(async {})).is_err());
+}
+
 /// A frontend that counts the looks at it.
 struct Looked {
     looks: Rc<Cell<u32>>,
