@@ -36,7 +36,7 @@ use crate::sync::{Mutex, mpsc};
 use crate::task::Context;
 use poll_time::PollTime;
 
-pub use config::{StartHook, StartWorkerError, WorkerConfig};
+pub use config::{FailureHook, StartHook, StartWorkerError, WorkerConfig};
 pub use frontend::{Frontend, FrontendId};
 pub use handle::{WorkerGone, WorkerHandle};
 pub use pool::WorkerPool;

@@ -90,8 +90,13 @@ struct VhostUserArguments {
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<String>,
     /// Disk: path=FILE and other key=value pairs
-    #[arg(long, required = true, num_args = 1.., value_name = "KEY=VALUE,...")]
+    #[arg(long, required_unless_present = "images", num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
+    /// Folder whose images `ringdisk ctl disk-add` may add as further disks, and where it may create their sockets
+    ///
+    /// The sandbox lets the server open all files there, at any depth. Without the sandbox any image can be added.
+    #[arg(long, num_args = 1.., value_name = "FOLDER", requires = "control")]
+    images: Vec<std::path::PathBuf>,
     /// Rate limits that several disks share: id=NAME with the bw_... and ops_... keys of --disk. A disk joins with
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
@@ -255,6 +260,7 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
                 control: arguments.control.as_deref(),
                 metrics: arguments.metrics.as_ref(),
                 pid_file: arguments.pidfile.as_deref(),
+                images: &arguments.images,
             };
             vhost_user::run(disks, places, &arguments.workers, options)
         }
@@ -297,10 +303,13 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
 fn served_disks(
     arguments: &VhostUserArguments,
     passed: &[RawFd],
-) -> Result<Vec<(Place, DiskConfig)>, CommandFailure> {
+) -> Result<vhost_user::Disks, CommandFailure> {
     let groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
     let disks = own_disks(&arguments.disk, &groups)?;
-    groups.check_joined()?;
+    // Those that are added later may join.
+    if arguments.images.is_empty() {
+        groups.check_joined()?;
+    }
     access(arguments)?;
     let (places, option) = places(arguments, passed)?;
     if places.len() != disks.len() {
@@ -329,7 +338,10 @@ fn served_disks(
                 .try_for_each(|disk| disk.may_outlive_process(option))?;
         }
     }
-    Ok(places.into_iter().zip(disks).collect())
+    Ok(vhost_user::Disks {
+        served: places.into_iter().zip(disks).collect(),
+        groups,
+    })
 }
 
 /// Returns the sockets of `ringdisk vhost-user`, and how they were given.
@@ -344,6 +356,9 @@ fn places(
     if !arguments.socket.is_empty() {
         let places = arguments.socket.iter().cloned().map(Place::Path).collect();
         return Ok((places, "--socket"));
+    }
+    if passed.is_empty() && arguments.disk.is_empty() {
+        return Ok((Vec::new(), "--socket"));
     }
     if passed.is_empty() {
         let wanted = "--socket is missing; expected a path for each --disk, --fd, or sockets of a service manager (LISTEN_FDS)";

@@ -104,14 +104,19 @@ enum Command {
         #[arg(value_name = "KEY=VALUE,...|none")]
         limits: Option<String>,
     },
-    /// Add a disk to the machine
+    /// Add a disk to a machine, or to a vhost-user server
+    ///
+    /// A vhost-user server adds those whose images and sockets are in the folders of its --images.
     #[command(after_help = machine_keys_help())]
     DiskAdd {
-        /// Disk: path=FILE and other key=value pairs; a relative path starts at the working directory of `ringdisk run`
+        /// Disk: path=FILE and other key=value pairs; a relative path starts at the working directory of the machine or server
         #[arg(long, value_name = "KEY=VALUE,...")]
         disk: String,
+        /// Socket to create for the disk's clients, of a vhost-user server
+        #[arg(long, value_name = "SOCKET")]
+        listen: Option<std::path::PathBuf>,
     },
-    /// Remove a disk: ask the guest to release it, then close its image
+    /// Remove a disk: ask the guest to release it, or disconnect its client, then close its image
     DiskRemove {
         /// The disk's id or, without one, its path
         id: String,
@@ -361,8 +366,9 @@ fn request(command: Command) -> Result<Request, CommandFailure> {
             id,
             limits: limits.as_deref().map(DiskKeys::parse_limits).transpose()?,
         },
-        Command::DiskAdd { disk } => Request::DiskAdd {
+        Command::DiskAdd { disk, listen } => Request::DiskAdd {
             disk: DiskKeys::parse(&disk)?,
+            socket: listen,
         },
         Command::DiskRemove { id } => Request::DiskRemove { id },
         Command::SnapshotCreate { id, name } => Request::SnapshotCreate { id, name },

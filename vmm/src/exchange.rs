@@ -190,7 +190,7 @@ pub(crate) fn refusal(server: &str, request: &Request) -> String {
         Request::Pause {} | Request::Resume {} => "it has no guest; only `ringdisk run` pauses one",
         Request::PowerButton {} | Request::Reset {} => "it has no guest; only `ringdisk run` has buttons",
         Request::DiskAdd { .. } | Request::DiskRemove { .. } => {
-            "its disks are those that it was started with; only `ringdisk run` adds and removes disks"
+            "its disks are those that it was started with; `ringdisk run` and `vhost-user` add and remove disks"
         }
         Request::HandOver { .. } | Request::PassLocks {} => {
             "only `ringdisk ublk` hands its devices over this way; see --takeover for `ringdisk vhost-user`"

@@ -230,7 +230,10 @@ impl exchange::Desk for Desk {
                 self.stop.ask(Reason::Reset);
                 Ok(json!({}))
             }),
-            Request::DiskAdd { disk } => self.add(&disk),
+            Request::DiskAdd { socket: Some(_), .. } => Err(
+                "a machine has no sockets for its disks; `socket` is for `ringdisk vhost-user`".to_owned(),
+            ),
+            Request::DiskAdd { disk, socket: None } => self.add(&disk),
             Request::DiskRemove { id } => self.remove(&id),
             Request::PassLocks {} | Request::HandOver { .. } => {
                 Err("a machine has no devices to hand over".to_owned())

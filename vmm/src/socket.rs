@@ -20,9 +20,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use access::{Access, AccessError};
+use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{FdFlags, fcntl_getfd, fcntl_setfd};
 
@@ -109,9 +111,11 @@ pub fn is_file_of(file: &OwnedFd, path: &Path) -> bool {
 /// A listening socket; dropping it removes the file, if it is still ours.
 #[derive(Debug)]
 pub struct Socket {
-    listener: UnixListener,
+    listener: Arc<UnixListener>,
     path: PathBuf,
-    owner: Owner,
+    /// The same, from the root. The working directory cannot be asked for in the sandbox.
+    absolute: PathBuf,
+    owner: Mutex<Owner>,
 }
 
 /// The process that removes the file of a socket.
@@ -126,6 +130,15 @@ enum Owner {
 }
 
 impl Socket {
+    fn new(listener: UnixListener, path: &Path, owner: Owner) -> Self {
+        Self {
+            listener: Arc::new(listener),
+            path: path.to_owned(),
+            absolute: std::path::absolute(path).unwrap_or_else(|_| path.to_owned()),
+            owner: Mutex::new(owner),
+        }
+    }
+
     /// Listens at `path` with mode 0600, replacing the leftover of a server that is gone.
     ///
     /// # Errors
@@ -170,11 +183,7 @@ impl Socket {
         address.bind(&unbound).map_err(os("bind"))?;
         let made = fs::symlink_metadata(path).map_err(os("inspect"))?;
         let listener = UnixListener::from(OwnedFd::from(unbound));
-        let socket = Self {
-            listener,
-            path: path.to_owned(),
-            owner: Owner::This(made.dev(), made.ino()),
-        };
+        let socket = Self::new(listener, path, Owner::This(made.dev(), made.ino()));
         access.apply(path).map_err(os("restrict"))?;
         // SAFETY: `listen` takes a descriptor and a number and touches no memory of ours.
         if unsafe { libc::listen(socket.listener.as_raw_fd(), BACKLOG) } == -1 {
@@ -191,11 +200,7 @@ impl Socket {
     /// [`SocketError`] if there is nothing at `path` any more.
     pub fn adopt(listener: UnixListener, path: &Path, is_managers: bool) -> Result<Self, SocketError> {
         let owner = if is_managers { Owner::Manager } else { Owner::Other };
-        let socket = Self {
-            listener,
-            path: path.to_owned(),
-            owner,
-        };
+        let socket = Self::new(listener, path, owner);
         socket.found()?;
         Ok(socket)
     }
@@ -205,10 +210,11 @@ impl Socket {
     /// # Errors
     ///
     /// [`SocketError`] if there is nothing at its path any more.
-    pub fn keep(&mut self) -> Result<(), SocketError> {
+    pub fn keep(&self) -> Result<(), SocketError> {
         let (device, inode) = self.found()?;
-        if self.owner != Owner::Manager {
-            self.owner = Owner::This(device, inode);
+        let mut owner = self.owner.lock();
+        if *owner != Owner::Manager {
+            *owner = Owner::This(device, inode);
         }
         Ok(())
     }
@@ -216,7 +222,7 @@ impl Socket {
     /// Returns true if a service manager created the socket.
     #[must_use]
     pub fn is_managers(&self) -> bool {
-        self.owner == Owner::Manager
+        *self.owner.lock() == Owner::Manager
     }
 
     fn found(&self) -> Result<(u64, u64), SocketError> {
@@ -229,8 +235,18 @@ impl Socket {
     }
 
     /// Gives the socket up to the server that it was handed over to: its file stays.
-    pub fn give_up(mut self) {
-        self.owner = Owner::Other;
+    pub fn give_up(&self) {
+        *self.owner.lock() = Owner::Other;
+    }
+
+    /// Removes the file, if it is this process's. Nobody finds the socket any more.
+    pub fn remove(&self) {
+        let owner = std::mem::replace(&mut *self.owner.lock(), Owner::Other);
+        let still_ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|found| Owner::This(found.dev(), found.ino()) == owner);
+        if still_ours && let Err(error) = fs::remove_file(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove the socket");
+        }
     }
 
     /// Opens the file of the socket by its name alone (`O_PATH`): for [`is_file_of`].
@@ -250,24 +266,26 @@ impl Socket {
 
     /// The listening socket itself.
     #[must_use]
-    pub fn listener(&self) -> &UnixListener {
+    pub fn listener(&self) -> &Arc<UnixListener> {
         &self.listener
     }
 
-    /// Returns its path.
+    /// Returns its path, as it was given.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Returns its path from the root.
+    #[must_use]
+    pub fn absolute(&self) -> &Path {
+        &self.absolute
     }
 }
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        let still_ours = fs::symlink_metadata(&self.path)
-            .is_ok_and(|found| Owner::This(found.dev(), found.ino()) == self.owner);
-        if still_ours && let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot remove the socket");
-        }
+        self.remove();
     }
 }
 

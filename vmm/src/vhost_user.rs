@@ -1,7 +1,7 @@
 //! `ringdisk vhost-user`: serves disks to other programs' virtual machines.
 //!
 //! Every disk has a socket; a few threads talk to the clients of all. The queues run on workers of their own, or on shared ones.
-//! A client is served only after every socket is created and every disk is open and locked.
+//! A client is served only after every socket is created and every disk is open and locked. Then disks come and go ([`roster`]).
 //!
 //! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests drained, and
 //! each image is closed cleanly, even if another one fails.
@@ -9,6 +9,7 @@
 mod desk;
 mod hand_over;
 mod image;
+mod roster;
 mod served;
 mod watchdog;
 pub(crate) mod workers;
@@ -19,12 +20,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use block::lock::LockSet;
-use virtio_devices::vhost_user::{PausedClient, Pulse, Seat, StopToken};
+use virtio_devices::vhost_user::{Pulse, Reception, StopToken};
 
-use crate::disk_config::DiskConfig;
+use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
-use crate::metrics::{Address, Metrics};
+use crate::metrics::{Address, DiskReport, Metrics};
 use crate::open;
 use crate::pid_file::PidFile;
 use crate::sandbox::{self, SandboxError, Task};
@@ -34,11 +34,12 @@ use crate::takeover::{self, TakeoverSocket};
 use crate::{background, limits, parallel, sd_notify};
 use desk::{ControlPlace, ServedControl, VhostUserDesk};
 use hand_over::{
-    HandOverFailure, Obstacles, Takeover, accept, adopt_sockets, hand_over, lost, names,
-    open_takeover_socket, reopen, stop_on_takeover,
+    HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, open_takeover_socket, reopen,
+    stop_on_takeover,
 };
+use roster::{Orders, Roster, Setup};
 pub use served::{Options, Place};
-use served::{Served, allowed, close, confine, descriptors, find, queue_hook, serve};
+use served::{Served, Workers, allowed, close, confine, descriptors, failure_hook, find, queue_hook, serve};
 pub use workers::SharedWorkers;
 
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
@@ -53,7 +54,21 @@ pub struct Places<'a> {
     pub metrics: Option<&'a Address>,
     /// The path of the file with the process id.
     pub pid_file: Option<&'a Path>,
+    /// The folders of the images and sockets of disks that are added later.
+    pub images: &'a [PathBuf],
 }
+
+/// The disks of a command line.
+#[derive(Debug)]
+pub struct Disks {
+    /// The first ones, with the sockets that they are served on.
+    pub served: Vec<(Place, DiskConfig)>,
+    /// The rate limit groups that later ones may join.
+    pub groups: RateLimitGroups,
+}
+
+/// The queues that shared workers are prepared for, where disks can be added.
+const LATER_QUEUES: usize = 1024;
 
 /// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly. Without `workers` each queue
 /// has one of its own.
@@ -63,7 +78,7 @@ pub struct Places<'a> {
 /// A failure that names the socket or disk it is about: the first one, if there are several. Disks that
 /// could be closed cleanly have been.
 pub fn run(
-    disks: Vec<(Place, DiskConfig)>,
+    disks: Disks,
     places: Places<'_>,
     workers: &[SharedWorkers],
     options: Options,
@@ -72,7 +87,18 @@ pub fn run(
         control,
         metrics,
         pid_file,
+        images,
     } = places;
+    let Disks {
+        served: disks,
+        groups,
+    } = disks;
+    if let Some(folder) = images.iter().find(|folder| !folder.is_dir()) {
+        let folder = folder.display();
+        return Err(CommandFailure::Usage(format!(
+            "--images {folder}: it is no folder; expected one with images, or for them"
+        )));
+    }
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     if options.detached {
         background::leave_session().map_err(start)?;
@@ -100,7 +126,7 @@ pub fn run(
             open::rehearse(config).map_err(|error| failed(error.into()))?;
         }
         let paths = paths(&listening)?;
-        let offered = takeover::take_over(&paths).map_err(|error| failed(error.into()))?;
+        let offered = takeover::take_over(&paths, control).map_err(|error| failed(error.into()))?;
         let offered = offer.insert(offered);
         offered.begin().map_err(|error| failed(error.into()))?;
         adopt_sockets(&paths, offered)
@@ -115,12 +141,16 @@ pub fn run(
     let sockets: Vec<Socket> = sockets.map_err(|error| failed(error.into()))?;
     let paths: Vec<PathBuf> = sockets.iter().map(|socket| socket.path().to_owned()).collect();
     let takeover_socket = match &offer {
-        Some(offer) => TakeoverSocket::adopt(offer.takeover_socket.try_clone().map_err(start)?, &paths).ok(),
-        None => open_takeover_socket(&paths),
+        Some(offer) => {
+            let listener = offer.takeover_socket.try_clone().map_err(start)?;
+            TakeoverSocket::adopt(listener, &offer.takeover_path, &paths).ok()
+        }
+        // Where disks come and go, none of them gives it its name.
+        None => open_takeover_socket(control.filter(|_| !images.is_empty()), &paths),
     };
     let control = control.map(|path| ControlPlace::take(path, offer.as_mut()));
-    let mut control = control.transpose().map_err(|error| failed(error.into()))?;
-    let mut lock_set = offer
+    let control = control.transpose().map_err(|error| failed(error.into()))?;
+    let lock_set = offer
         .as_ref()
         .map(|offer| offer.lock_set.clone())
         .unwrap_or_default();
@@ -145,25 +175,33 @@ pub fn run(
         let folder = control.as_ref().map(|control| folder_of(control.path()));
         allowed.removable_in.extend(folder);
         allowed.removable_in.extend(places.pid_file.map(folder_of));
+        allowed.open.extend(images.iter().cloned());
         sandbox::restrict_files(&allowed).map_err(not_confined)?;
     }
-    let queues = opened
+    let queues: usize = opened
         .iter()
         .map(|(_, config, _)| usize::from(config.num_queues))
         .sum();
-    let shared = (!workers.is_empty()).then(|| workers::start(workers, queues, &queue_hook(options)));
+    let queues = queues.max(if images.is_empty() { 0 } else { LATER_QUEUES });
+    let reception = Arc::new(Reception::new(stop.clone()).map_err(start)?);
+    let on_failure = failure_hook(&reception);
+    let shared =
+        (!workers.is_empty()).then(|| workers::start(workers, queues, &queue_hook(options), &on_failure));
     let shared = shared
         .transpose()
         .map_err(|error| failed(error.into()))?
         .map(Arc::new);
-    let mut served = opened
+    let served = opened
         .into_iter()
-        .map(|(socket, config, image)| serve(socket, config, image, options, &lock_set, shared.as_ref()))
+        .map(|(socket, config, image)| {
+            let workers = Workers {
+                shared: shared.as_ref(),
+                on_failure: &on_failure,
+            };
+            serve(socket, config, image, options, &lock_set, workers)
+        })
         .collect::<Result<Vec<_>, _>>()?;
 
-    if let Some(metrics) = &metrics {
-        metrics.report(served::reports(&served));
-    }
     // From here on a stop closes what is open.
     serving.store(true, Ordering::SeqCst);
     if let Some(offer) = &mut offer {
@@ -175,13 +213,13 @@ pub fn run(
         } else {
             {
                 let takes_control = control.as_ref().is_some_and(|control| control.is_adopted);
-                accept(offer, &mut served, takes_control).map(|()| true)
+                accept(offer, &served, takes_control).map(|()| true)
             }
         };
         if !matches!(accepted, Ok(true)) {
             offer.pid().iter().for_each(|&pid| manager.main(pid));
             // As they were found; the old server wants them back, and has them when the offer is dropped.
-            for disk in served {
+            for disk in &served {
                 close(disk).unwrap_or_default();
             }
             return accepted.map(|_| EXIT_OK);
@@ -191,23 +229,34 @@ pub fn run(
         writeln!(std::io::stdout(), "took over {count} {disks} in {ms:.1} ms")?;
     }
     drop(offer);
-    for disk in &mut served {
+    for disk in &served {
         disk.socket.keep().map_err(|error| failed(error.into()))?;
     }
-    if let Some(control) = &mut control {
+    if let Some(control) = &control {
         control.keep().map_err(|error| failed(error.into()))?;
     }
-    let desk = VhostUserDesk::new(&served, &stop);
+    announce(&served, options);
+    let taken = control.iter().map(|control| control.path().to_owned());
+    let setup = Setup {
+        options,
+        groups,
+        shared,
+        images: images.to_vec(),
+        taken: taken.collect(),
+    };
+    let roster = Roster::new(served, reception, &stop, lock_set, setup);
+    if let Some(metrics) = &metrics {
+        let roster = Arc::clone(&roster);
+        metrics.report(Arc::new(move || reports(&roster)));
+    }
+    let orders = roster.start().map_err(start)?;
+    let desk = VhostUserDesk::new(&roster, &orders, &stop);
     let mut takeover = None;
-    if let Some(mut takeover_socket) = takeover_socket {
+    if let Some(takeover_socket) = takeover_socket {
         takeover_socket.keep().map_err(|error| failed(error.into()))?;
-        let stopping = stop_on_takeover(
-            takeover_socket,
-            Obstacles::of(&served),
-            Arc::clone(&desk),
-            stop.clone(),
-            options,
-        );
+        let listener = takeover_socket.listener_for_thread().map_err(start)?;
+        roster.set_takeover_socket(takeover_socket);
+        let stopping = stop_on_takeover(listener, Arc::clone(&roster), stop.clone());
         takeover = Some(stopping.map_err(start)?);
     }
     // Clients could connect before; from here on nothing keeps them from being served.
@@ -215,19 +264,32 @@ pub fn run(
         file.keep();
     }
     manager.ready();
-    announce(&served, options);
-    let pulses = match &shared {
-        Some(workers) => vec![Pulse::of_pool(workers)],
-        None => served.iter().map(|disk| disk.server.pulse()).collect(),
-    };
-    watchdog::start(manager, pulses, options).map_err(start)?;
+    let watched = Arc::clone(&roster);
+    watchdog::start(manager, move || pulses(&watched), options).map_err(start)?;
     // Threads that are started from here on are inside.
     let confined = confine(Task::Control, options).map_err(|error| failed(error.into()));
     let begun = confined.and_then(|()| {
         let served = control.map(|control| control.serve(&desk)).transpose();
         served.map_err(|error| failed(error.into()))
     });
-    serve_until_stopped(served, &stop, takeover, begun, &mut lock_set)
+    serve_until_stopped(&roster, &orders, &stop, takeover, begun)
+}
+
+/// Returns the statistics of the disks that are served now.
+fn reports(roster: &Roster) -> Vec<DiskReport> {
+    let report = |disk: &Arc<Served>| {
+        let counted = disk.server.stats().snapshot();
+        DiskReport::new(disk.name.clone(), counted, disk.disk.engine_counts())
+    };
+    roster.served().iter().map(report).collect()
+}
+
+/// Returns what tells of each worker whether it hangs.
+fn pulses(roster: &Roster) -> Vec<Pulse> {
+    match &roster.setup.shared {
+        Some(workers) => vec![Pulse::of_pool(workers)],
+        None => roster.served().iter().map(|disk| disk.server.pulse()).collect(),
+    }
 }
 
 /// Returns the paths of the sockets to take over.
@@ -258,22 +320,21 @@ fn announce(served: &[Served], options: Options) {
 /// Serves until a stop, or until a new server has taken over, and closes what is open then. So it does at once if serving has not
 /// `begun`.
 fn serve_until_stopped(
-    mut served: Vec<Served>,
+    roster: &Roster,
+    orders: &Orders,
     stop: &StopToken,
     takeover: Option<Takeover>,
     begun: Result<Option<ServedControl>, CommandFailure>,
-    lock_set: &mut LockSet,
 ) -> Result<u8, CommandFailure> {
-    let mut takeover = takeover;
     let (mut control, mut not_begun) = match begun {
         Ok(control) => (control, None),
         Err(failure) => (None, Some(failure)),
     };
-    let mut first_failure = loop {
+    let first_failure = loop {
         if not_begun.is_some() {
             break not_begun.take();
         }
-        let failure = serve_all(&mut served, stop).err();
+        let failure = roster.serve(orders).err();
         let Some(wanted) = &takeover else {
             break failure;
         };
@@ -289,22 +350,14 @@ fn serve_until_stopped(
         let offered = offered
             .inspect_err(|error| tracing::warn!(%error, "cannot pass the control socket to the new server"))
             .unwrap_or_default();
-        match hand_over(
-            &served,
-            &wanted.takeover_socket,
-            offered.as_ref(),
-            successor,
-            lock_set,
-        ) {
+        let served = roster.served();
+        match hand_over(roster, &served, offered.as_ref(), successor) {
             Ok(taken) => {
                 // Dropped otherwise, with its file: the new server has none, or one of its own.
                 if let Some(control) = control.take_if(|_| taken.control) {
                     control.give_up();
                 }
-                served.into_iter().for_each(|disk| disk.socket.give_up());
-                if let Some(Takeover { takeover_socket, .. }) = takeover.take() {
-                    takeover_socket.give_up();
-                }
+                roster.give_up();
                 return Ok(EXIT_OK);
             }
             Err(HandOverFailure::Close(failure)) => break Some(failure),
@@ -312,45 +365,28 @@ fn serve_until_stopped(
                 let disks = names(&served);
                 let error = lost(error);
                 tracing::warn!(disks, %error, "the takeover failed; this server continues to serve");
-                if let Err(failure) = reopen(&served, lock_set) {
+                if let Err(failure) = reopen(&served, &roster.lock_set()) {
                     break Some(failure);
                 }
                 stop.resume();
                 control.iter().for_each(ServedControl::resume);
+                roster.resume();
                 // The thread that waits for a new server ends with the process only.
                 wanted.again.send(()).unwrap_or_default();
             }
         }
     };
+    // Whoever waits for the end of a takeover need not.
+    roster.resume();
+    let (served, failed) = roster.end();
     drop(takeover);
+    let mut first_failure = first_failure.or(failed);
     for disk in served {
-        if let Err(failure) = close(disk) {
+        if let Err(failure) = close(&disk) {
             first_failure.get_or_insert(failure);
         }
     }
     first_failure.map_or(Ok(EXIT_OK), Err)
-}
-
-/// Serves until stopped or paused. A server that fails stops the others, so that the failure is seen.
-fn serve_all(served: &mut [Served], stop: &StopToken) -> Result<(), CommandFailure> {
-    let clients: Vec<Option<PausedClient>> = served.iter_mut().map(|disk| disk.client.take()).collect();
-    let seats = served.iter().zip(clients).map(|(disk, client)| Seat {
-        server: &disk.server,
-        listener: disk.socket.listener(),
-        client,
-    });
-    let ended = virtio_devices::vhost_user::serve_all(seats.collect(), stop);
-    let ended = ended.map_err(|error| CommandFailure::about("cannot wait for clients", error))?;
-    let mut first_failure = None;
-    for (disk, ended) in served.iter_mut().zip(ended) {
-        match ended {
-            Ok(client) => disk.client = client,
-            Err(error) => {
-                first_failure.get_or_insert_with(|| CommandFailure::about(&disk.name, error));
-            }
-        }
-    }
-    first_failure.map_or(Ok(()), Err)
 }
 
 /// Starts the thread that turns the first stop signal into a stop, and the second into the end. So is the first one, if

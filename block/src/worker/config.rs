@@ -33,6 +33,27 @@ impl fmt::Debug for StartHook {
     }
 }
 
+/// Called when a worker's thread has ended without being asked to: its ring has failed, or it has panicked.
+#[derive(Clone)]
+pub struct FailureHook(Arc<dyn Fn() + Send + Sync>);
+
+impl FailureHook {
+    /// Makes a hook that calls `f` on the thread of each worker that fails.
+    pub fn new(f: impl Fn() + Send + Sync + 'static) -> Self {
+        Self(Arc::new(f))
+    }
+
+    pub(super) fn run(&self) {
+        (self.0)();
+    }
+}
+
+impl fmt::Debug for FailureHook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FailureHook")
+    }
+}
+
 /// Configuration of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerConfig {
@@ -50,6 +71,8 @@ pub struct WorkerConfig {
     pub poll_max: Duration,
     /// The thread's last step before it serves.
     pub on_start: Option<StartHook>,
+    /// The thread's last step where it ends by itself.
+    pub on_failure: Option<FailureHook>,
 }
 
 impl Default for WorkerConfig {
@@ -62,6 +85,7 @@ impl Default for WorkerConfig {
             cpus: Vec::new(),
             poll_max: Duration::from_micros(50),
             on_start: None,
+            on_failure: None,
         }
     }
 }

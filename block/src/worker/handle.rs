@@ -7,7 +7,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use super::config::{StartWorkerError, WorkerConfig};
+use super::config::{FailureHook, StartWorkerError, WorkerConfig};
 use super::frontend::FrontendId;
 use super::poll_time::PollTime;
 use super::{Command, Commands, WAKE, Worker, cpus};
@@ -24,14 +24,22 @@ use crate::task::{Context, RunQueue};
 pub struct WorkerGone;
 
 /// The end of a worker's thread, however it comes.
-struct End(Arc<Commands>);
+struct End {
+    commands: Arc<Commands>,
+    on_failure: Option<FailureHook>,
+}
 
 impl Drop for End {
     fn drop(&mut self) {
-        self.0.ended.store(true, Ordering::SeqCst);
+        self.commands.ended.store(true, Ordering::SeqCst);
         // Late commands are dropped, and with them their answers' senders. Outside the lock: what they own may ask for more.
-        let late = std::mem::take(&mut *self.0.list.lock());
+        let late = std::mem::take(&mut *self.commands.list.lock());
         drop(late);
+        if let Some(hook) = &self.on_failure
+            && !self.commands.stop.load(Ordering::SeqCst)
+        {
+            hook.run();
+        }
     }
 }
 
@@ -65,9 +73,13 @@ impl WorkerHandle {
             .name(config.name.clone())
             .spawn(move || {
                 // Dropped after the worker, also if that panics.
-                let _end = End(Arc::clone(&shared));
+                let mut end = End {
+                    commands: Arc::clone(&shared),
+                    on_failure: None,
+                };
                 match set_up(&config, shared) {
                     Ok((mut worker, _watch)) => {
+                        end.on_failure = config.on_failure;
                         let facts = (Arc::clone(worker.cx.run_queue()), worker.cx.ring().driver_name());
                         if report.send(Ok(facts)).is_ok()
                             && let Err(error) = worker.serve()
@@ -94,6 +106,12 @@ impl WorkerHandle {
     #[must_use]
     pub fn driver_name(&self) -> &'static str {
         self.driver
+    }
+
+    /// Returns true if it has ended by itself: its ring has failed, or it has panicked.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.commands.ended.load(Ordering::SeqCst)
     }
 
     fn command(&self, command: Command) {

@@ -32,13 +32,14 @@ impl WorkerPool {
         })
     }
 
-    /// Returns the worker for another queue: each in turn, so that the queues of a disk have different ones. `None` if there are no
-    /// workers.
+    /// Returns the worker for another queue: each that has not failed in turn, so that the queues of a disk have different ones. `None`
+    /// if there is none.
     #[must_use]
     pub fn next(&self) -> Option<Arc<WorkerHandle>> {
-        let turn = self.next.fetch_add(1, Ordering::Relaxed);
-        let index = turn.checked_rem(self.workers.len())?;
-        self.workers.get(index).cloned()
+        let turn = || self.next.fetch_add(1, Ordering::Relaxed);
+        let worker = |turn: usize| self.workers.get(turn.checked_rem(self.workers.len())?);
+        let mut tried = self.workers.iter().filter_map(|_| worker(turn()));
+        tried.find(|worker| !worker.has_ended()).cloned()
     }
 
     /// Returns all workers.

@@ -150,8 +150,19 @@ fn worker_block_on_runs_future_on_its_thread() {
 
 /// Whoever asks a worker that ended by a panic is told, whether it came before or after.
 #[test]
-fn worker_that_panics_leaves_nobody_waiting() {
-    let worker = WorkerHandle::spawn(WorkerConfig::default()).expect("a worker");
+fn worker_that_panics_leaves_nobody_waiting_and_says_so() {
+    let (failed, failure) = mpsc::channel();
+    let config = || {
+        let failed = failed.clone();
+        WorkerConfig {
+            on_failure: Some(FailureHook::new(move || failed.send(()).expect("a test"))),
+            ..WorkerConfig::default()
+        }
+    };
+    // One that is asked to end says nothing.
+    WorkerHandle::spawn(config()).expect("a worker").stop();
+    let worker = WorkerHandle::spawn(config()).expect("a worker");
+    assert!(!worker.has_ended());
     let (go, gone) = mpsc::channel::<()>();
     let (begun, is_busy) = mpsc::channel();
     std::thread::scope(|scope| {
@@ -171,6 +182,9 @@ fn worker_that_panics_leaves_nobody_waiting() {
     });
     assert!(worker.run(|_| ()).is_err());
     assert!(worker.block_on(|_| Box::pin(async {})).is_err());
+    assert!(worker.has_ended());
+    failure.recv_timeout(Duration::from_secs(10)).expect("a word");
+    assert!(failure.try_recv().is_err(), "only one");
 }
 
 /// A frontend that counts the looks at it.

@@ -294,7 +294,7 @@ fn pulse_waits_for_a_worker_that_hangs_and_keeps_none_alive() {
     };
     let server = VhostUserServer::start(MemDisk::new().disk(), &config).expect("a server");
     let pulse = server.pulse();
-    pulse.beat().expect("they work");
+    pulse.beat();
     let (free, hangs) = std::sync::mpsc::channel::<()>();
     let (begins, begun) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
@@ -309,8 +309,8 @@ fn pulse_waits_for_a_worker_that_hangs_and_keeps_none_alive() {
         let beat = scope.spawn(|| pulse.beat());
         assert!(!holds_within(Duration::from_millis(100), || beat.is_finished()));
         drop(free);
-        beat.join().expect("no panic").expect("they work again");
+        beat.join().expect("no panic");
     });
     server.close().expect("a clean close");
-    pulse.beat().expect("nothing is asked");
+    pulse.beat();
 }

@@ -9,7 +9,7 @@
 //!    └────────────────── memory, kicks, calls ──────────────────▶ worker 1: queue 1
 //! ```
 //!
-//! [`serve_all`] talks to the clients of many disks, with a thread for each that has something to say just now.
+//! A [`Reception`] talks to the clients of many disks, with a thread for each that has something to say just now.
 //!
 //! Invariants: a queue is changed only while it does not run. It stops by draining, so when a message that takes
 //! memory or a queue away has been answered, nothing touches either any more.
@@ -58,7 +58,7 @@ pub use config_channel::ConfigChannel;
 pub use handover::{ClientState, HandOverError, Message, PausedClient};
 use image::Image;
 pub use image::{DetachedDisk, ImageOwner};
-pub use reception::{Seat, serve_all};
+pub use reception::{Reception, Seat};
 pub use stop_token::StopToken;
 
 /// The most queues a vhost-user device can have: what its messages can number.
@@ -251,6 +251,12 @@ impl VhostUserServer {
         Pulse(Arc::downgrade(&self.workers))
     }
 
+    /// Returns true if a worker of its queues has ended by itself. A [`Reception`] serves it no longer when it is [asked to look](Reception::look).
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.workers.iter().any(|worker| worker.has_ended())
+    }
+
     /// Returns the statistics of its disk's queues.
     #[must_use]
     pub fn stats(&self) -> &Arc<DiskStats> {
@@ -282,15 +288,13 @@ impl Pulse {
         Self(Arc::downgrade(pool.workers()))
     }
 
-    /// Waits until every worker has come to the end of a round: for ever, if one hangs. Those of a server that has ended are passed over.
-    ///
-    /// # Errors
-    ///
-    /// If a worker has ended by itself.
-    pub fn beat(&self) -> Result<(), WorkerGone> {
+    /// Waits until every worker has come to the end of a round: for ever, if one hangs. Those that have ended are passed over: their
+    /// disks are served no longer.
+    pub fn beat(&self) {
         let workers = self.0.upgrade();
-        let mut workers = workers.iter().flat_map(|workers| workers.iter());
-        workers.try_for_each(|worker| worker.run(|_| ()))
+        for worker in workers.iter().flat_map(|workers| workers.iter()) {
+            worker.run(|_| ()).unwrap_or_default();
+        }
     }
 }
 

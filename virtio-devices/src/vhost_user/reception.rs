@@ -7,26 +7,27 @@
 //! ```
 //!
 //! A client that takes its time in the middle of a message keeps its thread, and nobody else's: threads are made for whoever waits,
-//! and end when there is nothing to do.
+//! and end when there is nothing to do. Disks come and go meanwhile: who brings one, or wants it back, leaves a wish and calls.
 //!
 //! Invariants: a session is with one thread or with the reception, never with both; a socket is looked at only while its session is
 //! with the reception.
 
 use std::any::Any;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixListener;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::{Builder, Scope};
 use std::time::{Duration, Instant};
 
+use block::worker::WorkerGone;
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::session::{Pause, Session};
+use super::session::{self, Pause};
 use super::{PausedClient, ServeError, StopToken, VhostUserServer};
 
 /// The time for which a thread waits for the next message of a client: one that sets its device up sends many.
@@ -39,130 +40,233 @@ const REST: Duration = Duration::from_secs(1);
 const WAIT: Duration = Duration::from_millis(5);
 
 const STOP: u64 = u64::MAX;
-const BACK: u64 = u64::MAX - 1;
+const CALL: u64 = u64::MAX - 1;
 
 /// A disk that is served among others.
 #[derive(Debug)]
-pub struct Seat<'a> {
+pub struct Seat {
     /// Its server.
-    pub server: &'a VhostUserServer,
+    pub server: Arc<VhostUserServer>,
     /// The socket that its clients connect to.
-    pub listener: &'a UnixListener,
+    pub listener: Arc<UnixListener>,
     /// The client that it begins with, if there is one.
     pub client: Option<PausedClient>,
 }
 
-/// The end of a seat.
-type Ended = Result<Option<PausedClient>, ServeError>;
+type Session = session::Session<Arc<VhostUserServer>, Arc<UnixListener>>;
 
-/// Serves the clients of many disks, as [`VhostUserServer::serve_on`] does of one, until `stop` is asked to stop or to pause. A server
-/// that fails has `stop` called, so that its failure is seen. Returns the clients that are connected, in the order of the `seats`.
-///
-/// # Errors
-///
-/// If the process has no descriptors left. Nobody has been served then.
-pub fn serve_all(seats: Vec<Seat<'_>>, stop: &StopToken) -> io::Result<Vec<Ended>> {
-    let reception = Reception::new(stop)?;
-    let count = seats.len();
-    let sessions = seats
-        .into_iter()
-        .map(|seat| Session::new(seat.server, seat.listener, stop, seat.client));
-    let mut ended: Vec<Option<Ended>> = (0..count).map(|_| None).collect();
-    let mut idle: Vec<Option<Session<'_>>> = Vec::new();
-    for (session, ended) in sessions.zip(&mut ended) {
-        idle.push(session.map_err(|error| *ended = Some(Err(error))).ok());
-    }
-    if ended.iter().any(Option::is_some) {
-        stop.stop();
-    }
-    std::thread::scope(|scope| reception.run(scope, &mut idle, &mut ended));
-    Ok(ended.into_iter().map(|ended| ended.unwrap_or(Ok(None))).collect())
+/// A disk that comes, or one that is to go and whoever waits for that.
+#[derive(Debug)]
+enum Wish {
+    Enter(u64, Seat),
+    Leave(u64, mpsc::Sender<()>),
 }
 
-/// Sessions that a thread is to talk in, and those that come back.
-struct Desk<'a> {
-    waiting: VecDeque<(usize, Session<'a>)>,
-    back: Vec<(usize, Session<'a>, Result<Pause, ServeError>)>,
+/// Sessions that a thread is to talk in, those that come back, and wishes.
+#[derive(Default)]
+struct Desk {
+    waiting: VecDeque<(u64, Session)>,
+    back: Vec<(u64, Session, Result<Pause, ServeError>)>,
+    wishes: Vec<Wish>,
     threads: usize,
     /// Of the threads, those that talk; the others are about to take a session, or wait for one.
     talking: usize,
     closed: bool,
+    /// True if a worker may have failed.
+    look: bool,
     /// The panic of a thread.
     panic: Option<Box<dyn Any + Send>>,
 }
 
-impl Desk<'_> {
+impl Desk {
     /// Returns true if more sessions wait than threads are free.
     fn are_too_few(&self) -> bool {
         self.waiting.len() > self.threads - self.talking
     }
 }
 
-struct Reception<'a> {
-    stop: &'a StopToken,
+/// Serves the clients of many disks, as [`VhostUserServer::serve_on`] does of one. Disks come and go meanwhile.
+///
+/// A disk is known by a number of the caller's choice, less than 2^62.
+pub struct Reception {
+    stop: StopToken,
     epoll: Epoll,
-    /// An eventfd: something has come back.
-    returned: File,
-    desk: Mutex<Desk<'a>>,
+    /// An eventfd: something has come back, or somebody wishes something.
+    called: File,
+    desk: Mutex<Desk>,
     work: Condvar,
     /// As many threads are made at once.
     threads_at_once: usize,
 }
 
-impl fmt::Debug for Reception<'_> {
+impl fmt::Debug for Reception {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reception").finish_non_exhaustive()
     }
 }
 
-impl<'a> Reception<'a> {
-    fn new(stop: &'a StopToken) -> io::Result<Self> {
+/// A disk that is served.
+struct Place {
+    /// Its session, unless a thread has that.
+    session: Option<Session>,
+    server: Arc<VhostUserServer>,
+    /// True if a worker of it has ended.
+    has_failed: bool,
+}
+
+/// The disks that are served.
+#[derive(Default)]
+struct Guests<'a> {
+    places: BTreeMap<u64, Place>,
+    leaving: Vec<(u64, mpsc::Sender<()>)>,
+    ended: Vec<(u64, Option<PausedClient>)>,
+    failed: Option<&'a mut dyn FnMut(u64, ServeError)>,
+}
+
+impl Guests<'_> {
+    /// The disk is served no longer.
+    fn end(&mut self, disk: u64, stop: &StopToken, result: Result<Option<PausedClient>, ServeError>) {
+        let has_failed = self.places.remove(&disk).is_some_and(|place| place.has_failed);
+        stop.has_left(disk);
+        let result = result.and_then(|client| {
+            if has_failed {
+                Err(WorkerGone.into())
+            } else {
+                Ok(client)
+            }
+        });
+        let left: Vec<_> = self
+            .leaving
+            .extract_if(.., |(leaving, _)| *leaving == disk)
+            .collect();
+        match result {
+            Ok(client) if left.is_empty() => self.ended.push((disk, client)),
+            Ok(_) => {}
+            Err(error) => {
+                if let Some(failed) = &mut self.failed {
+                    failed(disk, error);
+                }
+            }
+        }
+        for (_, waiter) in left {
+            // Nobody may wait any more.
+            waiter.send(()).unwrap_or_default();
+        }
+    }
+}
+
+impl Reception {
+    /// One that serves nobody yet, and ends with `stop`.
+    ///
+    /// # Errors
+    ///
+    /// If the process has no descriptors left.
+    pub fn new(stop: StopToken) -> io::Result<Self> {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let reception = Self {
             stop,
             epoll: Epoll::new()?,
-            returned: block::task::eventfd()?.into(),
-            desk: Mutex::new(Desk {
-                waiting: VecDeque::new(),
-                back: Vec::new(),
-                threads: 0,
-                talking: 0,
-                closed: false,
-                panic: None,
-            }),
+            called: block::task::eventfd()?.into(),
+            desk: Mutex::default(),
             work: Condvar::new(),
             threads_at_once: 2 * cpus,
         };
-        for (fd, token) in [
-            (stop.event().as_raw_fd(), STOP),
-            (reception.returned.as_raw_fd(), BACK),
-        ] {
-            let event = EpollEvent::new(EventSet::IN, token);
-            reception.epoll.ctl(ControlOperation::Add, fd, event)?;
-        }
+        let event = EpollEvent::new(EventSet::IN, CALL);
+        let called = reception.called.as_raw_fd();
+        reception.epoll.ctl(ControlOperation::Add, called, event)?;
         Ok(reception)
     }
 
-    fn desk(&self) -> MutexGuard<'_, Desk<'a>> {
+    /// Has a disk served from now on, or as soon as [`Reception::serve`] is called. None of this number is served.
+    pub fn enter(&self, disk: u64, seat: Seat) {
+        self.desk().wishes.push(Wish::Enter(disk, seat));
+        self.call();
+    }
+
+    /// Has a disk served no longer: its client is disconnected, what it asked for is finished and published, and its server is
+    /// let go of. Returns what receives a message then; or the end of its sender, if nobody serves.
+    pub fn leave(&self, disk: u64) -> mpsc::Receiver<()> {
+        let (done, left) = mpsc::channel();
+        let mut desk = self.desk();
+        if !desk.closed {
+            self.stop.leave(disk);
+            desk.wishes.push(Wish::Leave(disk, done));
+        }
+        drop(desk);
+        self.call();
+        left
+    }
+
+    /// Has disks served no longer whose workers have ended by themselves. Call it from a [`FailureHook`](block::worker::FailureHook):
+    /// a client that asks nothing would not notice.
+    pub fn look(&self) {
+        self.desk().look = true;
+        self.call();
+    }
+
+    /// Serves until the token is asked to stop or to pause. Returns the disks that were served until then, with the clients that
+    /// are connected. One that fails is let go of, and `failed` is told; the others are served on.
+    ///
+    /// # Errors
+    ///
+    /// If the stop cannot be waited for. Nobody has been served then.
+    pub fn serve(
+        &self,
+        failed: &mut dyn FnMut(u64, ServeError),
+    ) -> io::Result<Vec<(u64, Option<PausedClient>)>> {
+        let event = EpollEvent::new(EventSet::IN, STOP);
+        let stop = self.stop.event().as_raw_fd();
+        self.epoll.ctl(ControlOperation::Add, stop, event)?;
+        self.desk().closed = false;
+        let mut guests = Guests {
+            failed: Some(failed),
+            ..Guests::default()
+        };
+        std::thread::scope(|scope| self.run(scope, &mut guests));
+        Ok(guests.ended)
+    }
+
+    fn desk(&self) -> MutexGuard<'_, Desk> {
         self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands out sessions until all have ended.
-    fn run<'scope, 'env: 'scope>(
-        &'env self,
-        scope: &'scope Scope<'scope, 'env>,
-        idle: &mut [Option<Session<'a>>],
-        ended: &mut [Option<Ended>],
-    ) where
-        'a: 'env,
-    {
-        let mut is_called = false;
-        for seat in 0..idle.len() {
-            self.watch_or_pass_on(seat, idle);
+    /// Has whoever serves look at what is there.
+    fn call(&self) {
+        if let Err(error) = (&self.called).write_all(&1_u64.to_ne_bytes()) {
+            tracing::error!(%error, "cannot tell that a client has nothing to say");
         }
+    }
+
+    /// Hands out sessions until all have ended.
+    fn run<'scope, 'env: 'scope>(&'env self, scope: &'scope Scope<'scope, 'env>, guests: &mut Guests<'_>) {
+        let mut is_called = false;
         let mut events = vec![EpollEvent::default(); 256];
         let mut waits_since: Option<Instant> = None;
-        while ended.iter().any(Option::is_none) {
+        loop {
+            if !is_called && self.stop.is_called() {
+                is_called = true;
+                // It stays readable.
+                let (event, fd) = (EpollEvent::default(), self.stop.event().as_raw_fd());
+                self.epoll
+                    .ctl(ControlOperation::Delete, fd, event)
+                    .unwrap_or_default();
+                let disks: Vec<u64> = guests.places.keys().copied().collect();
+                disks.into_iter().for_each(|disk| self.pass_on(disk, guests));
+            }
+            self.grant(is_called, guests);
+            if std::mem::take(&mut self.desk().look) {
+                self.let_go_of_failed(guests);
+            }
+            self.take_back(is_called, guests);
+            let panic = self.desk().panic.take();
+            if let Some(panic) = panic {
+                self.stop.stop();
+                self.close();
+                resume_unwind(panic);
+            }
+            if is_called && guests.places.is_empty() {
+                break;
+            }
             let mut timeout = -1;
             if self.spawn(scope) {
                 let since = *waits_since.get_or_insert_with(Instant::now);
@@ -186,85 +290,135 @@ impl<'a> Reception<'a> {
             for event in events.iter().take(count) {
                 match event.data() {
                     STOP => {}
-                    BACK => (&self.returned).read_exact(&mut [0; 8]).unwrap_or_default(),
-                    token => self.pass_on(usize::try_from(token / 2).unwrap_or(usize::MAX), idle),
+                    CALL => (&self.called).read_exact(&mut [0; 8]).unwrap_or_default(),
+                    token => self.pass_on(token / 2, guests),
                 }
-            }
-            if !is_called && self.stop.is_called() {
-                is_called = true;
-                // It stays readable.
-                let (event, fd) = (EpollEvent::default(), self.stop.event().as_raw_fd());
-                self.epoll
-                    .ctl(ControlOperation::Delete, fd, event)
-                    .unwrap_or_default();
-                for seat in 0..idle.len() {
-                    self.pass_on(seat, idle);
-                }
-            }
-            self.take_back(is_called, idle, ended);
-            let panic = self.desk().panic.take();
-            if let Some(panic) = panic {
-                self.stop.stop();
-                self.close();
-                resume_unwind(panic);
             }
         }
         self.close();
     }
 
-    /// Has threads end that have nothing to do.
+    /// Has threads end that have nothing to do. Who wants a disk back need not wait.
     fn close(&self) {
-        self.desk().closed = true;
+        let mut desk = self.desk();
+        desk.closed = true;
+        desk.wishes.retain(|wish| match wish {
+            Wish::Enter(..) => true,
+            Wish::Leave(disk, _) => {
+                self.stop.has_left(*disk);
+                false
+            }
+        });
+        drop(desk);
         self.work.notify_all();
     }
 
-    /// Takes back the sessions that threads have let go of.
-    fn take_back(&self, is_called: bool, idle: &mut [Option<Session<'a>>], ended: &mut [Option<Ended>]) {
-        let back = std::mem::take(&mut self.desk().back);
-        for (seat, session, why) in back {
-            let (Some(place), Some(ended)) = (idle.get_mut(seat), ended.get_mut(seat)) else {
-                continue;
-            };
-            *ended = Some(match why {
-                Ok(Pause::Idle) => {
-                    *place = Some(session);
-                    if is_called {
-                        self.pass_on(seat, idle);
+    /// Lets disks in and out, as it is wished. Whoever comes when all are to go is among those that were served.
+    fn grant(&self, is_called: bool, guests: &mut Guests<'_>) {
+        let wishes = std::mem::take(&mut self.desk().wishes);
+        for wish in wishes {
+            match wish {
+                Wish::Enter(disk, seat) if is_called => {
+                    let client = seat.client.filter(|_| self.stop.is_paused());
+                    guests.ended.push((disk, client));
+                }
+                Wish::Enter(disk, seat) => {
+                    let Seat {
+                        server,
+                        listener,
+                        client,
+                    } = seat;
+                    let served = Arc::clone(&server);
+                    match session::Session::new(disk, server, listener, &self.stop, client) {
+                        Ok(session) => {
+                            let place = Place {
+                                session: Some(session),
+                                server: served,
+                                has_failed: false,
+                            };
+                            guests.places.insert(disk, place);
+                            self.watch_or_pass_on(disk, guests);
+                        }
+                        Err(error) => guests.end(disk, &self.stop, Err(error)),
+                    }
+                }
+                Wish::Leave(disk, waiter) => {
+                    guests.leaving.push((disk, waiter));
+                    if guests.places.contains_key(&disk) {
+                        self.pass_on(disk, guests);
                     } else {
-                        self.watch_or_pass_on(seat, idle);
+                        // It has failed, or ended before.
+                        guests.end(disk, &self.stop, Ok(None));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends the sessions of disks whose workers have ended.
+    fn let_go_of_failed(&self, guests: &mut Guests<'_>) {
+        let places = guests.places.iter_mut();
+        let failed = places.filter(|(_, place)| !place.has_failed && place.server.has_failed());
+        let failed = failed.map(|(disk, place)| {
+            place.has_failed = true;
+            *disk
+        });
+        for disk in failed.collect::<Vec<_>>() {
+            self.stop.leave(disk);
+            self.pass_on(disk, guests);
+        }
+    }
+
+    /// Takes back the sessions that threads have let go of.
+    fn take_back(&self, is_called: bool, guests: &mut Guests<'_>) {
+        let back = std::mem::take(&mut self.desk().back);
+        for (disk, session, why) in back {
+            let result = match why {
+                Ok(Pause::Idle) => {
+                    if let Some(place) = guests.places.get_mut(&disk) {
+                        place.session = Some(session);
+                    }
+                    if is_called || self.stop.ends(disk) {
+                        self.pass_on(disk, guests);
+                    } else {
+                        self.watch_or_pass_on(disk, guests);
                     }
                     continue;
                 }
                 Ok(Pause::Stopped) => Ok(None),
                 Ok(Pause::Paused(client)) => Ok(client),
-                Err(error) => {
-                    self.stop.stop();
-                    Err(error)
-                }
-            });
+                Err(error) => Err(error),
+            };
+            // Whoever is told has the server to himself.
+            drop(session);
+            guests.end(disk, &self.stop, result);
         }
     }
 
-    /// Has a thread talk in the session of `seat`, if it is here.
-    fn pass_on(&self, seat: usize, idle: &mut [Option<Session<'a>>]) {
-        if let Some(session) = idle.get_mut(seat).and_then(Option::take) {
-            self.desk().waiting.push_back((seat, session));
+    /// Has a thread talk in the session of `disk`, if it is here.
+    fn pass_on(&self, disk: u64, guests: &mut Guests<'_>) {
+        if let Some(session) = guests
+            .places
+            .get_mut(&disk)
+            .and_then(|place| place.session.take())
+        {
+            self.desk().waiting.push_back((disk, session));
             self.work.notify_one();
         }
     }
 
-    /// Looks at the sockets of `seat`; has a thread do so where that is not possible.
-    fn watch_or_pass_on(&self, seat: usize, idle: &mut [Option<Session<'a>>]) {
-        let Some(session) = idle.get(seat).and_then(Option::as_ref) else {
+    /// Looks at the sockets of `disk`; has a thread do so where that is not possible.
+    fn watch_or_pass_on(&self, disk: u64, guests: &mut Guests<'_>) {
+        let Some(session) = guests.places.get(&disk).and_then(|place| place.session.as_ref()) else {
             return;
         };
         let awaited = session.awaited().map(AsRawFd::as_raw_fd);
         let connection = session.connection().map(AsRawFd::as_raw_fd);
         for (fd, token) in [(awaited, 0), (connection, 1)] {
             let Some(fd) = fd else { continue };
-            if let Err(error) = self.look_at(fd, seat as u64 * 2 + token) {
+            if let Err(error) = self.look_at(fd, disk * 2 + token) {
                 tracing::debug!(%error, "cannot look at a socket; a thread waits for it");
-                self.pass_on(seat, idle);
+                self.pass_on(disk, guests);
                 return;
             }
         }
@@ -282,10 +436,7 @@ impl<'a> Reception<'a> {
     }
 
     /// Makes threads for the sessions that wait for one, as many as the machine has use for. Returns true if some go on waiting.
-    fn spawn<'scope, 'env: 'scope>(&'env self, scope: &'scope Scope<'scope, 'env>) -> bool
-    where
-        'a: 'env,
-    {
+    fn spawn<'scope, 'env: 'scope>(&'env self, scope: &'scope Scope<'scope, 'env>) -> bool {
         loop {
             let desk = self.desk();
             let waits = desk.are_too_few();
@@ -300,10 +451,7 @@ impl<'a> Reception<'a> {
     }
 
     /// Makes a thread if a session waits for one. Returns false if that was not possible.
-    fn spawn_one<'scope, 'env: 'scope>(&'env self, scope: &'scope Scope<'scope, 'env>) -> bool
-    where
-        'a: 'env,
-    {
+    fn spawn_one<'scope, 'env: 'scope>(&'env self, scope: &'scope Scope<'scope, 'env>) -> bool {
         let mut desk = self.desk();
         if !desk.are_too_few() {
             return true;
@@ -356,14 +504,12 @@ impl<'a> Reception<'a> {
         desk.threads -= 1;
     }
 
-    fn talk_in(&self, (seat, mut session): (usize, Session<'a>)) {
+    fn talk_in(&self, (disk, mut session): (u64, Session)) {
         // A session that panics is not used again.
         match catch_unwind(AssertUnwindSafe(|| session.talk(Some(LINGER)))) {
-            Ok(why) => self.desk().back.push((seat, session, why)),
+            Ok(why) => self.desk().back.push((disk, session, why)),
             Err(panic) => self.desk().panic = Some(panic),
         }
-        if let Err(error) = (&self.returned).write_all(&1_u64.to_ne_bytes()) {
-            tracing::error!(%error, "cannot tell that a client has nothing to say");
-        }
+        self.call();
     }
 }

@@ -7,46 +7,58 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use block::worker::{WorkerConfig, WorkerPool};
+use block::worker::{FailureHook, WorkerConfig, WorkerPool};
 use parking_lot::Mutex;
 use vm_memory::{Bytes, GuestAddress};
 
-use super::reception::{Seat, serve_all};
+use super::reception::{Reception, Seat};
 use super::tests::{Client, wait};
 use super::{PausedClient, StopToken, VhostUserConfig, VhostUserServer};
 use crate::testing::{DATA, MemDisk};
 use ringdisk_driver::blk::{IN, OK, OUT};
 
-type Served = Vec<(VhostUserServer, UnixListener, Option<PausedClient>)>;
+type Served = Vec<(Arc<VhostUserServer>, Arc<UnixListener>, Option<PausedClient>)>;
 
 /// Servers of as many disks, on two workers, and their sockets.
 struct House {
     directory: tempfile::TempDir,
     stop: StopToken,
+    pool: Arc<WorkerPool>,
+    reception: Arc<Reception>,
     count: usize,
 }
 
 impl House {
     fn of(count: usize) -> (Self, Served) {
-        let directory = tempfile::tempdir().expect("a directory");
-        let pool = Arc::new(WorkerPool::start(vec![WorkerConfig::default(); 2]).expect("workers"));
         let stop = StopToken::new().expect("a token");
         let house = Self {
-            directory,
+            directory: tempfile::tempdir().expect("a directory"),
+            reception: Arc::new(Reception::new(stop.clone()).expect("descriptors")),
+            pool: Arc::new(WorkerPool::start(vec![WorkerConfig::default(); 2]).expect("workers")),
             stop,
             count,
         };
-        let server = |disk| {
-            let config = VhostUserConfig {
-                pool: Some(Arc::clone(&pool)),
-                ..VhostUserConfig::default()
-            };
-            let server = VhostUserServer::start(MemDisk::new().disk(), &config).expect("a server");
-            let listener = UnixListener::bind(house.path(disk)).expect("a socket");
-            (server, listener, None)
-        };
-        let served = (0..count).map(server).collect();
+        let served = (0..count).map(|disk| house.open(disk)).collect();
         (house, served)
+    }
+
+    /// A disk that is served by nobody yet.
+    fn open(&self, disk: usize) -> (Arc<VhostUserServer>, Arc<UnixListener>, Option<PausedClient>) {
+        let config = VhostUserConfig {
+            pool: Some(Arc::clone(&self.pool)),
+            ..VhostUserConfig::default()
+        };
+        self.open_with(disk, &config)
+    }
+
+    fn open_with(
+        &self,
+        disk: usize,
+        config: &VhostUserConfig,
+    ) -> (Arc<VhostUserServer>, Arc<UnixListener>, Option<PausedClient>) {
+        let server = VhostUserServer::start(MemDisk::new().disk(), config).expect("a server");
+        let listener = UnixListener::bind(self.path(disk)).expect("a socket");
+        (Arc::new(server), Arc::new(listener), None)
     }
 
     fn path(&self, disk: usize) -> PathBuf {
@@ -55,18 +67,21 @@ impl House {
 
     /// Serves them in a thread, which gives them back with the clients that are connected then.
     fn serve(&self, mut served: Served) -> JoinHandle<Served> {
-        let stop = self.stop.clone();
+        for (disk, (server, listener, client)) in served.iter_mut().enumerate() {
+            let seat = Seat {
+                server: Arc::clone(server),
+                listener: Arc::clone(listener),
+                client: client.take(),
+            };
+            self.reception.enter(disk as u64, seat);
+        }
+        let reception = Arc::clone(&self.reception);
         std::thread::spawn(move || {
-            let clients: Vec<_> = served.iter_mut().map(|(.., client)| client.take()).collect();
-            let seats = served.iter().zip(clients);
-            let seats = seats.map(|((server, listener, _), client)| Seat {
-                server,
-                listener,
-                client,
-            });
-            let ended = serve_all(seats.collect(), &stop).expect("descriptors");
-            for ((.., place), client) in served.iter_mut().zip(ended) {
-                *place = client.expect("no failure");
+            let ended = reception.serve(&mut |disk, error| panic!("{disk}: {error}"));
+            for (disk, client) in ended.expect("descriptors") {
+                if let Some((.., place)) = served.get_mut(disk as usize) {
+                    *place = client;
+                }
             }
             served
         })
@@ -183,4 +198,124 @@ fn pause_gives_back_every_client() {
     house.stop.stop();
     let served = serving.join().expect("no panic");
     assert!(served.iter().all(|(.., client)| client.is_none()));
+}
+
+/// One disk goes while its client works and others do, and comes again under the same number.
+#[test]
+fn disks_come_and_go_beside_others() {
+    let _alone = ALONE.lock();
+    let (house, served) = House::of(3);
+    let serving = house.serve(served);
+    let mut stays = house.connect(0);
+    use_disk(&mut stays, 1);
+    for round in 0..4 {
+        std::fs::remove_file(house.path(7)).unwrap_or_default();
+        let (server, listener, _) = house.open(7);
+        let weak = Arc::downgrade(&server);
+        let client = None;
+        house.reception.enter(
+            7,
+            Seat {
+                server,
+                listener,
+                client,
+            },
+        );
+        // Without a client, with one, and with one in the middle of a message.
+        let mut client = (round > 0).then(|| house.connect(7));
+        client.iter_mut().for_each(|client| use_disk(client, 9));
+        let slow = (round == 3).then(|| {
+            drop(client.take());
+            let mut stream = UnixStream::connect(house.path(7)).expect("a connection");
+            stream.write_all(&[1, 0, 0, 0, 1]).expect("half a header");
+            stream
+        });
+        let left = house.reception.leave(7);
+        left.recv_timeout(Duration::from_secs(20)).expect("it has left");
+        assert_eq!(weak.strong_count(), 0, "nobody has the server any more");
+        if let Some(client) = &mut client {
+            assert!(
+                client.is_gone(),
+                "the client of a disk that has gone is disconnected"
+            );
+        }
+        drop(slow);
+        use_disk(&mut stays, 2 + round);
+    }
+    // One that is not there has left.
+    let left = house.reception.leave(99);
+    left.recv_timeout(Duration::from_secs(20)).expect("it has left");
+    house.stop.stop();
+    let served = serving.join().expect("no panic");
+    assert_eq!(served.len(), 3);
+    assert!(
+        house.reception.leave(0).recv().is_err(),
+        "nobody waits where nobody serves"
+    );
+}
+
+/// Disks of which one, whose worker has ended, is given up when its client asks for something, or when a worker says so; the
+/// others do not notice.
+fn disk_fails_alone(says_so: bool) {
+    let _alone = ALONE.lock();
+    let (house, _) = House::of(0);
+    let hook = {
+        let reception = Arc::downgrade(&house.reception);
+        FailureHook::new(move || reception.upgrade().iter().for_each(|reception| reception.look()))
+    };
+    let worker = WorkerConfig {
+        on_failure: says_so.then_some(hook),
+        ..WorkerConfig::default()
+    };
+    let config = VhostUserConfig {
+        workers: vec![worker],
+        ..VhostUserConfig::default()
+    };
+    let served: Served = (0..3).map(|disk| house.open_with(disk, &config)).collect();
+    let workers = Arc::clone(&served[1].0.workers);
+    for (disk, (server, listener, _)) in served.into_iter().enumerate() {
+        let client = None;
+        house.reception.enter(
+            disk as u64,
+            Seat {
+                server,
+                listener,
+                client,
+            },
+        );
+    }
+    let reception = Arc::clone(&house.reception);
+    let (failed, failures) = std::sync::mpsc::channel();
+    let serving = std::thread::spawn(move || {
+        let mut told = |disk, _: super::ServeError| failed.send(disk).expect("somebody listens");
+        reception.serve(&mut told).expect("descriptors")
+    });
+    let mut clients: Vec<Client> = (0..3).map(|disk| house.connect(disk)).collect();
+    clients.iter_mut().for_each(|client| use_disk(client, 1));
+    assert!(
+        workers[0]
+            .run(|_| panic!("as after a failure of its ring"))
+            .is_err()
+    );
+    let unlucky = clients.remove(1);
+    // What it asks for next cannot be done.
+    let asks = says_so.then_some(unlucky);
+    assert_eq!(failures.recv_timeout(Duration::from_secs(20)), Ok(1));
+    assert!(asks.is_none_or(|client| client.is_gone()));
+    clients.iter_mut().for_each(|client| use_disk(client, 2));
+    house.stop.stop();
+    let ended = serving.join().expect("no panic");
+    let mut disks: Vec<u64> = ended.iter().map(|(disk, _)| *disk).collect();
+    disks.sort_unstable();
+    assert_eq!(disks, [0, 2]);
+}
+
+#[test]
+fn disk_that_fails_harms_no_other() {
+    disk_fails_alone(false);
+}
+
+#[test]
+fn disk_whose_client_is_quiet_is_let_go_of_when_its_worker_says_that_it_failed() {
+    disk_fails_alone(true);
 }

@@ -10,6 +10,7 @@
 
 use std::fmt;
 use std::io;
+use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Mutex};
@@ -33,20 +34,22 @@ const IMAGE_RETRY: Duration = Duration::from_millis(20);
 const SHORTAGE: Duration = Duration::from_millis(100);
 
 /// The talk of one server, between two messages.
-pub(super) struct Session<'a> {
-    server: &'a VhostUserServer,
-    listener: &'a UnixListener,
-    stop: &'a StopToken,
-    client: Option<Client<'a>>,
+pub(super) struct Session<S, L> {
+    /// The disk's number with the token.
+    disk: u64,
+    server: S,
+    listener: L,
+    stop: StopToken,
+    client: Option<Client>,
     /// True if nothing could be accepted the last time, which was logged.
     short: bool,
 }
 
 /// A connected client.
-struct Client<'a> {
+struct Client {
     messages: BackendReqHandler<Mutex<Backend>>,
     backend: Arc<Mutex<Backend>>,
-    guard: ConnectionGuard<'a>,
+    guard: ConnectionGuard,
     connection: UnixStream,
     /// False once another client waits, who then does so for as long as this one is served.
     looks_for_others: bool,
@@ -76,36 +79,43 @@ enum Turn {
     Paused,
 }
 
-impl fmt::Debug for Session<'_> {
+impl<S: Deref<Target = VhostUserServer>, L> fmt::Debug for Session<S, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Session")
-            .field("server", self.server)
+            .field("server", &*self.server)
             .field("connected", &self.client.is_some())
             .finish_non_exhaustive()
     }
 }
 
-impl<'a> Session<'a> {
-    /// A talk that begins with `client`, whose queues are started, if there is one.
+impl<S, L> Session<S, L>
+where
+    S: Deref<Target = VhostUserServer>,
+    L: Deref<Target = UnixListener>,
+{
+    /// A talk about the disk of this number that begins with `client`, whose queues are started, if there is one.
     ///
     /// # Errors
     ///
     /// [`ServeError`]: a worker has ended.
     pub(super) fn new(
-        server: &'a VhostUserServer,
-        listener: &'a UnixListener,
-        stop: &'a StopToken,
+        disk: u64,
+        server: S,
+        listener: L,
+        stop: &StopToken,
         client: Option<PausedClient>,
     ) -> Result<Self, ServeError> {
         let mut session = Self {
+            disk,
             server,
             listener,
-            stop,
+            stop: stop.clone(),
             client: None,
             short: false,
         };
         if let Some(client) = client {
-            session.begin(server.go_on(client)?)?;
+            let client = session.server.go_on(client)?;
+            session.begin(client)?;
         }
         Ok(session)
     }
@@ -118,7 +128,7 @@ impl<'a> Session<'a> {
     /// Returns the listening socket, while somebody who connects there is to be seen.
     pub(super) fn awaited(&self) -> Option<&UnixListener> {
         let looks = self.client.as_ref().is_none_or(|client| client.looks_for_others);
-        looks.then_some(self.listener)
+        looks.then_some(&*self.listener)
     }
 
     /// Talks to one client after another until it is asked to stop or to pause; or until nothing has come for `linger`, if there is
@@ -130,7 +140,7 @@ impl<'a> Session<'a> {
     pub(super) fn talk(&mut self, linger: Option<Duration>) -> Result<Pause, ServeError> {
         loop {
             let Some(client) = &mut self.client else {
-                if self.stop.is_called() {
+                if self.stop.is_called() || self.stop.ends(self.disk) {
                     return Ok(if self.stop.is_paused() {
                         Pause::Paused(None)
                     } else {
@@ -147,7 +157,7 @@ impl<'a> Session<'a> {
                 }
                 continue;
             };
-            match client.turn(self.server, self.listener, self.stop, linger) {
+            match client.turn(&self.server, &self.listener, &self.stop, linger) {
                 Turn::On => {}
                 Turn::Idle => return Ok(Pause::Idle),
                 Turn::Gone(why) => self.end(&why)?,
@@ -161,10 +171,10 @@ impl<'a> Session<'a> {
 
     /// Accepts a client.
     fn accept(&mut self) -> Result<(), ServeError> {
-        if self.stop.is_called() {
+        if self.stop.is_called() || self.stop.ends(self.disk) {
             return Ok(());
         }
-        let server = self.server;
+        let server = &*self.server;
         match self.listener.accept() {
             Ok((stream, _)) => {
                 self.short = false;
@@ -176,7 +186,8 @@ impl<'a> Session<'a> {
                 if let Some(held_back) = server.log_limit.admit() {
                     tracing::info!(event = "client-connected", disk = %server.name, held_back, "a client has connected");
                 }
-                self.begin(server.receive(stream))
+                let client = server.receive(stream);
+                self.begin(client)
             }
             Err(error) if is_short(&error) => {
                 if !std::mem::replace(&mut self.short, true) {
@@ -201,7 +212,7 @@ impl<'a> Session<'a> {
         } = client;
         let watched = messages
             .try_clone_connection()
-            .and_then(|connection| Ok((self.stop.watch(connection.try_clone()?), connection)));
+            .and_then(|connection| Ok((self.stop.watch(self.disk, connection.try_clone()?), connection)));
         match watched {
             Ok((guard, connection)) => {
                 self.client = Some(Client {
@@ -226,9 +237,9 @@ impl<'a> Session<'a> {
         let Some(client) = self.client.take() else {
             return Ok(());
         };
-        let server = self.server;
+        let server = &*self.server;
         match why {
-            _ if self.stop.is_stopped() => {
+            _ if self.stop.ends(self.disk) => {
                 tracing::info!(event = "client-gone", disk = %server.name, "disconnecting the client")
             }
             MessageError::Disconnected => {
@@ -247,7 +258,7 @@ impl<'a> Session<'a> {
     }
 }
 
-impl Client<'_> {
+impl Client {
     /// Waits for what is next, and executes a message if it is one.
     fn turn(
         &mut self,
@@ -343,7 +354,7 @@ impl VhostUserServer {
 
     /// As [`VhostUserServer::serve`], beginning with a client that is connected already, if there is one. Returns
     /// also when `stop` is asked to pause, with the client that is connected then; its queues have drained and kept
-    /// their places, and it has not noticed. [`serve_all`](super::serve_all) does so for many disks, with few threads.
+    /// their places, and it has not noticed. A [`Reception`](super::Reception) does so for many disks, with few threads.
     ///
     /// # Errors
     ///
@@ -354,7 +365,7 @@ impl VhostUserServer {
         stop: &StopToken,
         client: Option<PausedClient>,
     ) -> Result<Option<PausedClient>, ServeError> {
-        let mut session = Session::new(self, listener, stop, client)?;
+        let mut session = Session::new(0, self, listener, stop, client)?;
         loop {
             match session.talk(None)? {
                 Pause::Idle => {}

@@ -25,12 +25,16 @@ struct State {
     pauses: u64,
     next_id: u64,
     connections: Vec<Watched>,
+    /// Disks that are to be served no longer, while others are.
+    leaving: Vec<u64>,
 }
 
 /// A connection that is served.
 #[derive(Debug)]
 struct Watched {
     id: u64,
+    /// The disk that it is about.
+    disk: u64,
     connection: UnixStream,
     /// True if its thread waits for the rest of a message.
     reading: bool,
@@ -131,6 +135,25 @@ impl StopToken {
         state.paused || state.stopped
     }
 
+    /// Asks one disk alone to stop, as [`StopToken::stop`] asks all. What it is to be seen by has to be woken by the caller.
+    pub(super) fn leave(&self, disk: u64) {
+        let mut state = self.inner.state.lock();
+        state.leaving.push(disk);
+        let connections = state.connections.iter().filter(|watched| watched.disk == disk);
+        connections.for_each(Watched::shut_down);
+    }
+
+    /// The disk has stopped; another one may have its number.
+    pub(super) fn has_left(&self, disk: u64) {
+        self.inner.state.lock().leaving.retain(|leaving| *leaving != disk);
+    }
+
+    /// Returns true if this disk was asked to stop, alone or with all others.
+    pub(super) fn ends(&self, disk: u64) -> bool {
+        let state = self.inner.state.lock();
+        state.stopped || state.leaving.contains(&disk)
+    }
+
     /// Returns true if it was asked to stop.
     #[must_use]
     pub fn is_stopped(&self) -> bool {
@@ -142,30 +165,33 @@ impl StopToken {
         self.inner.event.as_fd()
     }
 
-    /// Shuts `connection` down when asked to stop, until the guard is dropped.
-    pub(super) fn watch(&self, connection: UnixStream) -> ConnectionGuard<'_> {
+    /// Shuts the `connection` of `disk` down when asked to stop, until the guard is dropped.
+    pub(super) fn watch(&self, disk: u64, connection: UnixStream) -> ConnectionGuard {
         let mut state = self.inner.state.lock();
-        if state.stopped {
+        if state.stopped || state.leaving.contains(&disk) {
             connection.shutdown(Shutdown::Both).unwrap_or_default();
         }
         let id = state.next_id;
         state.next_id += 1;
         state.connections.push(Watched {
             id,
+            disk,
             connection,
             reading: false,
         });
-        ConnectionGuard { token: self, id }
+        drop(state);
+        let token = self.clone();
+        ConnectionGuard { token, id }
     }
 }
 
 /// A connection that a token would shut down.
-pub(super) struct ConnectionGuard<'a> {
-    token: &'a StopToken,
+pub(super) struct ConnectionGuard {
+    token: StopToken,
     id: u64,
 }
 
-impl ConnectionGuard<'_> {
+impl ConnectionGuard {
     /// Says whether the connection's thread reads a message, and so may not see a pause for a while.
     pub(super) fn reading(&self, reading: bool) {
         let mut state = self.token.inner.state.lock();
@@ -175,7 +201,7 @@ impl ConnectionGuard<'_> {
     }
 }
 
-impl Drop for ConnectionGuard<'_> {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         let mut state = self.token.inner.state.lock();
         state.connections.retain(|watched| watched.id != self.id);
@@ -202,13 +228,13 @@ mod tests {
     fn pause_disconnects_nobody_after_resume() {
         let token = StopToken::new().expect("a token");
         let (ours, theirs) = UnixStream::pair().expect("a pair");
-        let guard = token.watch(ours.try_clone().expect("a duplicate"));
+        let guard = token.watch(0, ours.try_clone().expect("a duplicate"));
         std::thread::scope(|scope| {
             let pause = scope.spawn(|| token.pause(Duration::from_millis(20)));
             wait_for_a_pause(&token);
             drop(guard);
             token.resume();
-            let again = token.watch(ours.try_clone().expect("a duplicate"));
+            let again = token.watch(0, ours.try_clone().expect("a duplicate"));
             again.reading(true);
             pause.join().expect("no panic");
             assert!(!is_shut_down(&theirs));
@@ -221,8 +247,8 @@ mod tests {
         let token = StopToken::new().expect("a token");
         let (ours, theirs) = UnixStream::pair().expect("a pair");
         let (slow, slows) = UnixStream::pair().expect("a pair");
-        let idle = token.watch(ours);
-        let reading = token.watch(slow);
+        let idle = token.watch(0, ours);
+        let reading = token.watch(0, slow);
         reading.reading(true);
         std::thread::scope(|scope| {
             let pause = scope.spawn(|| token.pause(Duration::from_millis(20)));
@@ -256,7 +282,7 @@ mod model {
             theirs.set_nonblocking(true).unwrap();
             let server = token.clone();
             let serving = thread::spawn(move || {
-                let watched = server.watch(ours.try_clone().unwrap());
+                let watched = server.watch(0, ours.try_clone().unwrap());
                 // The connection is served until it is shut down.
                 while !server.is_stopped() {
                     thread::yield_now();
@@ -267,6 +293,32 @@ mod model {
             token.stop();
             let ours = serving.join().unwrap();
             assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "the client sees the end");
+            drop(ours);
+        };
+        shuttle::check_random(run, 1000);
+        shuttle::check_pct(run, 1000, 3);
+    }
+
+    /// Fails if neither side looks at a connection that comes while its disk is to leave.
+    #[test]
+    fn leaving_disk_has_a_connection_shut_down_that_comes_meanwhile() {
+        let run = || {
+            let token = StopToken::new().unwrap();
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            theirs.set_nonblocking(true).unwrap();
+            let server = token.clone();
+            let serving = thread::spawn(move || {
+                let watched = server.watch(1, ours.try_clone().unwrap());
+                while !server.ends(1) {
+                    thread::yield_now();
+                }
+                drop(watched);
+                ours
+            });
+            token.leave(1);
+            let ours = serving.join().unwrap();
+            assert_eq!(theirs.read(&mut [0]).unwrap(), 0, "the client sees the end");
+            assert!(!token.ends(0) && !token.is_stopped(), "others are served on");
             drop(ours);
         };
         shuttle::check_random(run, 1000);

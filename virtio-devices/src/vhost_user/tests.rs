@@ -222,6 +222,11 @@ impl Client {
         (frontend, features)
     }
 
+    /// Returns true if its server has disconnected it.
+    pub(super) fn is_gone(&self) -> bool {
+        self.frontend.get_features().is_err()
+    }
+
     /// Reads the configuration.
     pub(super) fn config(&mut self) -> Vec<u8> {
         let flags = VhostUserConfigFlags::WRITABLE;
@@ -740,7 +745,7 @@ fn stop_drains_requests_and_disconnects() {
     disk.release();
     world.stop();
     assert_eq!(client.drivers[0].used_index(), 1);
-    assert!(client.frontend.get_features().is_err(), "disconnected");
+    assert!(client.is_gone(), "disconnected");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -73,6 +74,9 @@ pub enum Request {
     DiskAdd {
         /// The keys of `--disk`.
         disk: DiskKeys,
+        /// The path of the socket to serve it on, of a vhost-user server; a machine has none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        socket: Option<PathBuf>,
     },
     /// Ask the guest to let a disk go, and close it when it has.
     DiskRemove {

@@ -27,7 +27,7 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
         // As a panic is, and without its noise.
         Request::DiskResize { size: 13, .. } => std::panic::resume_unwind(Box::new("bad luck")),
         Request::DiskResize { id, size, .. } => Ok(json!({ "id": id, "size": size })),
-        Request::DiskAdd { disk } => match disk.config() {
+        Request::DiskAdd { disk, .. } => match disk.config() {
             Ok(config) => Ok(json!({"id": config.name(), "queues": config.num_queues})),
             Err(error) => Err(error.to_string()),
         },
@@ -120,7 +120,7 @@ fn control_page_lists_exactly_the_requests() {
     let mut commands = Vec::new();
     for request in requests {
         let parsed: Request = serde_json::from_value(request).expect("a request");
-        if let Request::DiskAdd { disk } = &parsed {
+        if let Request::DiskAdd { disk, .. } = &parsed {
             disk.config().expect("a disk");
         }
         commands.push(parsed.name());
@@ -241,7 +241,14 @@ fn disk_add_takes_the_command_line_keys() {
     let text = r#"path="a,b.qcow2",id=a,num_queues=2,queue_affinity=[0@[0],1@[1-2]],readonly=on"#;
     let keys = DiskKeys::parse(text).expect("a disk");
     assert_eq!(keys.config(), DiskConfig::parse(text));
-    let answer = ask(&path, &Request::DiskAdd { disk: keys.clone() }).expect("an answer");
+    let answer = ask(
+        &path,
+        &Request::DiskAdd {
+            disk: keys.clone(),
+            socket: None,
+        },
+    )
+    .expect("an answer");
     assert_eq!(answer, json!({"ok": true, "id": "a", "queues": 2}));
     // The forms that JSON has for them mean the same.
     let json =

@@ -340,6 +340,7 @@ fn other_requests_are_answered_while_a_snapshot_is_made() {
             assert_eq!(raw, "disk b has a raw image; only QCOW2 images have snapshots");
             let add = Request::DiskAdd {
                 disk: DiskKeys::parse("path=none,id=c").expect("keys"),
+                socket: None,
             };
             assert!(world.ask(&add).is_err());
             others += 1;

@@ -27,15 +27,18 @@ pub(super) fn restrict(allowed: &AllowedFiles) -> Result<(), SandboxError> {
     let write = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
     let read: BitFlags<AccessFs> = AccessFs::ReadFile.into();
     let remove: BitFlags<AccessFs> = AccessFs::RemoveFile.into();
+    // A socket is made in a folder that is read to lock it.
+    let open = write | remove | AccessFs::MakeSock | AccessFs::ReadDir;
     let rules = [
         (&allowed.writable, write),
         (&allowed.readable, read),
         (&allowed.removable_in, remove),
+        (&allowed.open, open),
     ];
     let mut ruleset = ruleset;
     for (paths, access) in rules {
         for path in paths {
-            let rule = PathBeneath::new(open(path)?, access);
+            let rule = PathBeneath::new(path_of(path)?, access);
             ruleset = ruleset.add_rule(rule).map_err(SandboxError::Landlock)?;
         }
     }
@@ -58,7 +61,7 @@ pub(super) fn restrict(allowed: &AllowedFiles) -> Result<(), SandboxError> {
     Ok(())
 }
 
-fn open(path: &Path) -> Result<PathFd, SandboxError> {
+fn path_of(path: &Path) -> Result<PathFd, SandboxError> {
     PathFd::new(path).map_err(|source| SandboxError::File {
         path: path.to_owned(),
         source,

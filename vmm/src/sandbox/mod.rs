@@ -29,6 +29,8 @@ pub struct AllowedFiles {
     pub readable: Vec<PathBuf>,
     /// Folders from which files, the sockets, are removed in the end.
     pub removable_in: Vec<PathBuf>,
+    /// Folders whose files, at any depth, may be opened for reading and writing, and in which sockets may be made and removed.
+    pub open: Vec<PathBuf>,
 }
 
 /// A part of the sandbox that could not be put up although the kernel has it.

@@ -73,11 +73,8 @@ impl Socket {
             .as_ref()
             .and_then(|address| address.as_pathname())
             .map(Path::to_owned);
-        Ok(Self {
-            path: path.ok_or_else(|| wrong("has no path"))?,
-            listener,
-            owner: Owner::Manager,
-        })
+        let path = path.ok_or_else(|| wrong("has no path"))?;
+        Ok(Self::new(listener, &path, Owner::Manager))
     }
 }
 
@@ -120,7 +117,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("s");
         let descriptor = passed_on(UnixListener::bind(&path).expect("bind"));
-        let mut socket = Socket::inherit(descriptor).expect("inherit");
+        let socket = Socket::inherit(descriptor).expect("inherit");
         assert_eq!(socket.path(), path);
         assert!(socket.is_managers());
         let _client = UnixStream::connect(&path).expect("connect");

@@ -44,39 +44,36 @@ pub struct Offer {
     pub lock_set: LockSet,
     /// The takeover socket, which stays open all the time.
     pub takeover_socket: UnixListener,
+    /// Its path.
+    pub takeover_path: PathBuf,
     /// The old server's control socket.
     pub control: Option<ControlSocket>,
     /// By disk, in the order that was asked for.
     pub disks: Vec<Handed>,
 }
 
-/// Asks the server that serves exactly the sockets at `sockets` for them. When this returns it has closed its
-/// images.
+/// Asks the server that serves exactly the sockets at `sockets`, and may have this `control` socket, for them. When this returns it
+/// has closed its images.
 ///
 /// # Errors
 ///
 /// [`TakeoverError`]. The old server then continues as before.
-pub fn take_over(sockets: &[PathBuf]) -> Result<Offer, TakeoverError> {
-    match ask(sockets, GREETING) {
+pub fn take_over(sockets: &[PathBuf], control: Option<&Path>) -> Result<Offer, TakeoverError> {
+    match ask(sockets, control, GREETING) {
         Err(TakeoverError::Refused { reason }) if reason == NOT_UNDERSTOOD => {
-            ask(sockets, GREETING_WITHOUT_LOCKS)
+            ask(sockets, control, GREETING_WITHOUT_LOCKS)
         }
         answer => answer,
     }
 }
 
 /// Asks with one version's greeting.
-pub(super) fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, TakeoverError> {
-    let path = socket_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
-    let nobody = |source| TakeoverError::Nobody {
-        path: path.clone(),
-        source,
-    };
-    let connected = connect_within(&path, SEND_MAX, &Cancel::never());
-    let connection = connected.map_err(|error| match error.kind() {
-        io::ErrorKind::TimedOut => TakeoverError::Silent { waited: SEND_MAX },
-        _ => nobody(error),
-    })?;
+pub(super) fn ask(
+    sockets: &[PathBuf],
+    control: Option<&Path>,
+    greeting: &[u8],
+) -> Result<Offer, TakeoverError> {
+    let (path, connection) = connect(sockets, control)?;
     if !is_same_user(&connection) {
         return Err(TakeoverError::Stranger { path });
     }
@@ -112,9 +109,32 @@ pub(super) fn ask(sockets: &[PathBuf], greeting: &[u8]) -> Result<Offer, Takeove
         token,
         lock_set,
         takeover_socket: takeover_socket.into(),
+        takeover_path: path,
         control,
         disks,
     })
+}
+
+/// Connects to the takeover socket, which has the name of the old server's first disk, whatever order the disks have now, or of its
+/// control socket.
+fn connect(sockets: &[PathBuf], control: Option<&Path>) -> Result<(PathBuf, UnixStream), TakeoverError> {
+    let mut first = None;
+    for socket in sockets.iter().map(PathBuf::as_path).chain(control) {
+        let path = socket_path(socket);
+        match connect_within(&path, SEND_MAX, &Cancel::never()) {
+            Ok(connection) => return Ok((path, connection)),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                return Err(TakeoverError::Silent { waited: SEND_MAX });
+            }
+            Err(source) => {
+                first.get_or_insert(TakeoverError::Nobody { path, source });
+            }
+        }
+    }
+    Err(first.unwrap_or_else(|| TakeoverError::Nobody {
+        path: socket_path(Path::new("")),
+        source: io::ErrorKind::NotFound.into(),
+    }))
 }
 
 /// Receives the descriptors of locks: how many, and a message for each.

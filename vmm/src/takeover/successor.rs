@@ -2,20 +2,22 @@
 //!
 //! Invariant: only a process of the same user that names exactly our sockets is a successor.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use virtio_devices::vhost_user::{ClientState, Message};
 
 use super::message::{
     ACCEPTED_WITH_CONTROL, ControlSocket, GREETING, GREETING_WITHOUT_LOCKS, LISTENER, MANAGERS_LISTENER,
-    NOT_UNDERSTOOD, SEND_MAX, Token, receive, request, send, socket_path,
+    NOT_UNDERSTOOD, SEND_MAX, Token, receive, send, socket_path,
 };
 use crate::socket::{Socket, SocketError, is_same_user};
 
@@ -28,55 +30,53 @@ pub(super) const OPEN_MAX: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub struct TakeoverSocket {
     socket: Socket,
-    pub(super) requests: Requests,
+    sockets: Sockets,
 }
 
-/// The requests that a takeover socket accepts.
-#[derive(Clone, Debug)]
-pub(super) struct Requests {
-    pub(super) now: Vec<u8>,
-    pub(super) without_locks: Vec<u8>,
-}
+/// The absolute paths of the sockets that a server has now.
+type Sockets = Arc<Mutex<Vec<PathBuf>>>;
 
 impl TakeoverSocket {
-    /// Opens the takeover socket of a server of `sockets`.
+    /// Opens the takeover socket of a server of `sockets`, named after one of them or after another one.
     ///
     /// # Errors
     ///
     /// [`SocketError`], if its socket cannot be made.
-    pub fn open(sockets: &[PathBuf]) -> Result<Self, SocketError> {
-        Self::at(sockets, Socket::listen)
+    pub fn open(named_after: &Path, sockets: &[PathBuf]) -> Result<Self, SocketError> {
+        Self::of(Socket::listen(&socket_path(named_after))?, sockets)
     }
 
-    /// Opens like [`TakeoverSocket::open`], with a takeover socket that was handed over.
+    /// Continues with the takeover socket at `path` that was handed over, of a server of `sockets`.
     ///
     /// # Errors
     ///
     /// [`SocketError`], if it is gone.
-    pub fn adopt(listener: UnixListener, sockets: &[PathBuf]) -> Result<Self, SocketError> {
-        Self::at(sockets, |path| Socket::adopt(listener, path, false))
+    pub fn adopt(listener: UnixListener, path: &Path, sockets: &[PathBuf]) -> Result<Self, SocketError> {
+        Self::of(Socket::adopt(listener, path, false)?, sockets)
     }
 
-    fn at(
-        sockets: &[PathBuf],
-        make: impl FnOnce(&Path) -> Result<Socket, SocketError>,
-    ) -> Result<Self, SocketError> {
-        let path = socket_path(sockets.first().map_or(Path::new(""), PathBuf::as_path));
-        let request = |greeting| {
-            request(greeting, sockets).map_err(|source| SocketError::Os {
-                action: "name",
-                path: path.clone(),
-                source,
-            })
-        };
-        let requests = Requests {
-            now: request(GREETING)?,
-            without_locks: request(GREETING_WITHOUT_LOCKS)?,
-        };
+    fn of(socket: Socket, sockets: &[PathBuf]) -> Result<Self, SocketError> {
+        let absolute = sockets.iter().map(std::path::absolute).collect::<io::Result<_>>();
+        let sockets = absolute.map_err(|source| SocketError::Os {
+            action: "name",
+            path: socket.path().to_owned(),
+            source,
+        })?;
         Ok(Self {
-            socket: make(&path)?,
-            requests,
+            socket,
+            sockets: Arc::new(Mutex::new(sockets)),
         })
+    }
+
+    /// The server has these sockets from now on, by absolute paths.
+    pub fn set_sockets(&self, sockets: Vec<PathBuf>) {
+        *self.sockets.lock() = sockets;
+    }
+
+    /// Returns true if the socket is named after the one at this path.
+    #[must_use]
+    pub fn is_named_after(&self, socket: &Path) -> bool {
+        socket_path(socket) == self.socket.path()
     }
 
     /// The socket, to be handed over.
@@ -90,7 +90,7 @@ impl TakeoverSocket {
     /// # Errors
     ///
     /// [`SocketError`] if it is gone.
-    pub fn keep(&mut self) -> Result<(), SocketError> {
+    pub fn keep(&self) -> Result<(), SocketError> {
         self.socket.keep()
     }
 
@@ -107,7 +107,7 @@ impl TakeoverSocket {
     pub fn listener_for_thread(&self) -> io::Result<TakeoverListener> {
         Ok(TakeoverListener {
             listener: self.socket.listener().try_clone()?,
-            requests: self.requests.clone(),
+            sockets: Arc::clone(&self.sockets),
         })
     }
 }
@@ -116,13 +116,16 @@ impl TakeoverSocket {
 #[derive(Debug)]
 pub struct TakeoverListener {
     pub(super) listener: UnixListener,
-    requests: Requests,
+    sockets: Sockets,
 }
 
 /// The answer to a request on the takeover socket.
 enum Verdict {
-    /// It can have the sockets, and the locks if it knows how to take them.
-    Accepted { passes_locks: bool },
+    /// It can have the sockets, which it wants in this order, and the locks if it knows how to take them.
+    Accepted {
+        passes_locks: bool,
+        wanted: Vec<PathBuf>,
+    },
     /// The reason for the refusal.
     Refused(String),
 }
@@ -136,15 +139,13 @@ impl TakeoverListener {
     pub fn wait(&self) -> io::Result<Successor> {
         loop {
             let (connection, _) = self.listener.accept()?;
-            let mut new = Successor {
-                connection,
-                token: None,
-            };
+            let mut new = Successor::unnamed(connection);
             match self.check(&new.connection) {
-                Ok(Verdict::Accepted { passes_locks }) => {
+                Ok(Verdict::Accepted { passes_locks, wanted }) => {
                     if passes_locks {
                         new.token = Some(Token::new()?);
                     }
+                    new.wanted = wanted;
                     return Ok(new);
                 }
                 Ok(Verdict::Refused(reason)) => {
@@ -164,24 +165,28 @@ impl TakeoverListener {
         connection.set_read_timeout(Some(REQUEST_MAX))?;
         connection.set_write_timeout(Some(SEND_MAX))?;
         let (asked, _) = receive(connection)?;
-        let passes_locks = asked == self.requests.now;
-        if passes_locks || asked == self.requests.without_locks {
-            return Ok(Verdict::Accepted { passes_locks });
-        }
-        let list = |bytes: &[u8]| {
-            let paths = bytes.split(|byte| *byte == 0).skip(1).map(OsStr::from_bytes);
-            let paths: Vec<OsString> = paths.map(OsStr::to_owned).collect();
-            format!("{paths:?}")
+        let mut parts = asked.split(|byte| *byte == 0);
+        let passes_locks = match parts.next() {
+            Some(GREETING) => true,
+            Some(GREETING_WITHOUT_LOCKS) => false,
+            _ => return Ok(Verdict::Refused(NOT_UNDERSTOOD.to_owned())),
         };
-        let is_known = [GREETING, GREETING_WITHOUT_LOCKS]
-            .iter()
-            .any(|greeting| asked.starts_with(greeting));
-        Ok(Verdict::Refused(if is_known {
-            format!("it serves {}, not {}", list(&self.requests.now), list(&asked))
-        } else {
-            NOT_UNDERSTOOD.to_owned()
-        }))
+        let wanted: Vec<PathBuf> = parts.map(|path| OsStr::from_bytes(path).into()).collect();
+        Ok(match mismatch(&self.sockets.lock(), &wanted) {
+            Some(reason) => Verdict::Refused(reason),
+            None => Verdict::Accepted { passes_locks, wanted },
+        })
     }
+}
+
+/// Says how the sockets that are wanted are not those that are served, in whatever order.
+fn mismatch(served: &[PathBuf], wanted: &[PathBuf]) -> Option<String> {
+    let sorted = |paths: &[PathBuf]| {
+        let mut sorted = paths.to_vec();
+        sorted.sort_unstable();
+        sorted
+    };
+    (sorted(served) != sorted(wanted)).then(|| format!("it serves {served:?}, not {wanted:?}"))
 }
 
 /// What a new server has taken beside the disks.
@@ -197,9 +202,26 @@ pub struct Successor {
     pub(super) connection: UnixStream,
     /// The token that only one server can read. `None`: the new server knows nothing of locks.
     pub(super) token: Option<Token>,
+    /// The sockets that it wants, by absolute paths.
+    wanted: Vec<PathBuf>,
 }
 
 impl Successor {
+    /// One that has not said what it wants.
+    pub(super) fn unnamed(connection: UnixStream) -> Self {
+        Self {
+            connection,
+            token: None,
+            wanted: Vec::new(),
+        }
+    }
+
+    /// Says how the sockets that it wants are not these, by absolute paths, if they are not.
+    #[must_use]
+    pub fn mismatch(&self, served: &[PathBuf]) -> Option<String> {
+        mismatch(served, &self.wanted)
+    }
+
     /// Returns true if it takes the images' locks; else they are to be given back before anything is offered.
     #[must_use]
     pub fn takes_locks(&self) -> bool {
@@ -238,7 +260,14 @@ impl Successor {
                 }
             }
         }
+        // In the order in which it wants them: it tells them apart by nothing else.
+        let mut ordered = Vec::new();
         for (socket, client) in disks {
+            let place = self.wanted.iter().position(|wanted| wanted == socket.absolute());
+            ordered.push((place.ok_or(io::ErrorKind::InvalidData)?, socket, client));
+        }
+        ordered.sort_by_key(|(place, ..)| *place);
+        for (_, socket, client) in ordered {
             let kind = if socket.is_managers() {
                 MANAGERS_LISTENER
             } else {

@@ -43,7 +43,7 @@ impl World {
     fn open(&self) -> (Socket, TakeoverSocket, TakeoverListener) {
         let sockets = self.sockets();
         let socket = Socket::listen(&sockets[0]).expect("a socket");
-        let takeover_socket = TakeoverSocket::open(&sockets).expect("a takeover socket");
+        let takeover_socket = TakeoverSocket::open(&sockets[0], &sockets).expect("a takeover socket");
         let listener = takeover_socket.listener_for_thread().expect("a listener");
         (socket, takeover_socket, listener)
     }
@@ -83,7 +83,7 @@ fn hand_over(
 fn take_over_holds_the_locks_after_the_old_server_ends() {
     let world = &World::new();
     let new = || {
-        let offer = take_over(&world.sockets()).expect("an offer");
+        let offer = take_over(&world.sockets(), None).expect("an offer");
         offer.begin().expect("it is in time");
         offer.accept(false).expect("the old one ends");
         offer.disks.len()
@@ -101,7 +101,7 @@ fn take_back_waits_for_the_new_server_to_close_images() {
     let image = Mutex::new(false);
     let is_open = |open: bool| *image.lock() = open;
     let new = || {
-        let offer = take_over(&world.sockets()).expect("an offer");
+        let offer = take_over(&world.sockets(), None).expect("an offer");
         offer.begin().expect("it is in time");
         is_open(true);
         thread::sleep(Duration::from_millis(300));
@@ -118,7 +118,7 @@ fn take_back_waits_for_the_new_server_to_close_images() {
     let (told, hears) = std::sync::mpsc::channel();
     let (begun, begins) = std::sync::mpsc::channel();
     let new = move || {
-        let offer = take_over(&world.sockets()).expect("an offer");
+        let offer = take_over(&world.sockets(), None).expect("an offer");
         offer.begin().expect("it is in time");
         begun.send(()).expect("it listens");
         hears.recv().expect("the end");
@@ -156,7 +156,7 @@ fn begin_fails_after_the_old_server_took_back() {
     let world = &World::new();
     let (told, hears) = std::sync::mpsc::channel();
     let new = move || {
-        let offer = take_over(&world.sockets()).expect("an offer");
+        let offer = take_over(&world.sockets(), None).expect("an offer");
         hears.recv().expect("a word");
         offer.begin().expect_err("too late")
     };
@@ -201,7 +201,7 @@ fn takeover_works_without_locks_with_the_previous_version() {
     // A new server that asks as it did.
     let world = &World::new();
     let new = || {
-        let offer = ask(&world.sockets(), GREETING_WITHOUT_LOCKS).expect("an offer");
+        let offer = ask(&world.sockets(), None, GREETING_WITHOUT_LOCKS).expect("an offer");
         offer.begin().expect("nothing is to be taken");
         offer.accept(false).expect("the old one ends");
         assert!(offer.token.is_none());
@@ -213,18 +213,14 @@ fn takeover_works_without_locks_with_the_previous_version() {
 
     // An old server that knows only that request, and refuses others in its words.
     let world = &World::new();
-    let (socket, mut takeover_socket, _) = world.open();
-    takeover_socket.requests.now = takeover_socket.requests.without_locks.clone();
+    let (socket, takeover_socket, _) = world.open();
     let listener = takeover_socket.listener_for_thread().expect("a listener");
     thread::scope(|scope| {
-        let new = scope.spawn(|| take_over(&world.sockets()).map(|offer| (offer.accept(false), offer.token)));
+        let new =
+            scope.spawn(|| take_over(&world.sockets(), None).map(|offer| (offer.accept(false), offer.token)));
         let (connection, _) = listener.listener.accept().expect("somebody comes");
         receive(&connection).expect("a request");
-        Successor {
-            connection,
-            token: None,
-        }
-        .refuse(NOT_UNDERSTOOD);
+        Successor::unnamed(connection).refuse(NOT_UNDERSTOOD);
         let mut successor = listener.wait().expect("it comes again");
         successor.token = None;
         hand_over(&successor, &socket, &takeover_socket, &[]).expect("it takes them");

@@ -3,57 +3,32 @@
 //! Invariant: the socket's file is the old server's until nothing of a takeover can fail any more.
 
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::{Value, json};
-use virtio_devices::vhost_user::{ConfigChannel, StopToken};
+use virtio_devices::vhost_user::StopToken;
 
-use super::served::Served;
-use crate::control::{Control, Server};
+use super::roster::{Order, Orders, Roster};
+use crate::control::{Control, Request, Server};
 use crate::exchange::{self, Desk, Listed, ServedDisk};
 use crate::socket::{Socket, SocketError, is_file_of};
 use crate::takeover::{ControlSocket, Offer};
 
 /// The server, as its control socket sees it.
 pub(super) struct VhostUserDesk {
-    disks: Vec<Entry>,
+    roster: Arc<Roster>,
+    orders: Orders,
     stop: StopToken,
 }
 
-struct Entry {
-    id: String,
-    socket: PathBuf,
-    io: &'static str,
-    disk: Arc<ServedDisk>,
-    channel: ConfigChannel,
-}
-
 impl VhostUserDesk {
-    pub(super) fn new(served: &[Served], stop: &StopToken) -> Arc<Self> {
-        let entry = |disk: &Served| Entry {
-            id: disk.name.clone(),
-            socket: disk.socket.path().to_owned(),
-            io: disk.server.driver_name(),
-            disk: Arc::clone(&disk.disk),
-            channel: disk.server.config_channel().clone(),
-        };
+    pub(super) fn new(roster: &Arc<Roster>, orders: &Orders, stop: &StopToken) -> Arc<Self> {
         Arc::new(Self {
-            disks: served.iter().map(entry).collect(),
+            roster: Arc::clone(roster),
+            orders: orders.clone(),
             stop: stop.clone(),
         })
-    }
-
-    fn entry(&self, id: &str) -> Result<&Entry, String> {
-        self.disks.iter().find(|entry| entry.id == id).ok_or_else(|| {
-            let ids: Vec<&str> = self.disks.iter().map(|entry| entry.id.as_str()).collect();
-            format!("there is no disk `{id}`; there are: {}", ids.join(", "))
-        })
-    }
-
-    /// Asks every compaction to end, so that a takeover need not wait for it while guests do.
-    pub(super) fn prepare_to_detach(&self) {
-        self.disks.iter().for_each(|entry| entry.disk.prepare_to_detach());
     }
 }
 
@@ -73,25 +48,26 @@ impl Desk for VhostUserDesk {
     }
 
     fn disks(&self) -> Result<Vec<Listed>, String> {
-        let list = self.disks.iter().map(|entry| Listed {
-            id: entry.id.clone(),
-            place: entry.socket.display().to_string(),
-            io: entry.io.to_owned(),
-            disk: Arc::clone(&entry.disk),
+        let served = self.roster.served();
+        let list = served.iter().map(|served| Listed {
+            id: served.name.clone(),
+            place: served.socket.path().display().to_string(),
+            io: served.server.driver_name().to_owned(),
+            disk: Arc::clone(&served.disk),
         });
         Ok(list.collect())
     }
 
     fn disk(&self, id: &str) -> Result<Arc<ServedDisk>, String> {
-        Ok(Arc::clone(&self.entry(id)?.disk))
+        Ok(Arc::clone(&self.roster.find(id)?.disk))
     }
 
     fn resize(&self, id: &str, size: u64, force: bool) -> Result<Value, String> {
         let failed = |error: String| format!("cannot resize disk {id} to {size} bytes: {error}");
-        let entry = self.entry(id)?;
-        let _alone = entry.disk.change(size, force).map_err(failed)?;
-        let size = entry.disk.grow_to(size).map_err(failed)?;
-        match entry.channel.notify() {
+        let served = self.roster.find(id)?;
+        let _alone = served.disk.change(size, force).map_err(failed)?;
+        let size = served.disk.grow_to(size).map_err(failed)?;
+        match served.server.config_channel().notify() {
             Ok(true) => {}
             Ok(false) => tracing::info!(
                 disk = id,
@@ -102,6 +78,14 @@ impl Desk for VhostUserDesk {
             }
         }
         Ok(json!({ "id": id, "size": size }))
+    }
+
+    fn special(&self, request: Request) -> Result<Value, String> {
+        match request {
+            Request::DiskAdd { disk, socket } => self.orders.ask(|answer| Order::Add(disk, socket, answer)),
+            Request::DiskRemove { id } => self.orders.ask(|answer| Order::Remove(id, answer)),
+            other => Err(exchange::refusal(Self::SERVER, &other)),
+        }
     }
 
     fn stop(&self) {
@@ -146,7 +130,7 @@ impl ControlPlace {
     /// # Errors
     ///
     /// [`SocketError`] if it is gone.
-    pub(super) fn keep(&mut self) -> Result<(), SocketError> {
+    pub(super) fn keep(&self) -> Result<(), SocketError> {
         self.socket.keep()
     }
 
@@ -160,7 +144,7 @@ impl ControlPlace {
     ///
     /// [`SocketError`], naming the path.
     pub(super) fn serve(self, desk: &Arc<VhostUserDesk>) -> Result<ServedControl, SocketError> {
-        let refusal = exchange::refusal(VhostUserDesk::SERVER, &crate::control::Request::PassLocks {});
+        let refusal = exchange::refusal(VhostUserDesk::SERVER, &Request::PassLocks {});
         let server = Server {
             locks: Arc::new(move || Err(std::io::Error::other(refusal.clone()))),
             ..exchange::server(desk)

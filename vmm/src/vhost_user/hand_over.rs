@@ -4,7 +4,7 @@
 //! again, and the same clients are served.
 
 use std::convert::Infallible;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -12,14 +12,13 @@ use block::lock::LockSet;
 use parking_lot::Mutex;
 use virtio_devices::vhost_user::{PausedClient, StopToken};
 
-use super::desk::VhostUserDesk;
-use super::image::ServedImage;
-use super::served::{Options, Served, confine};
+use super::roster::Roster;
+use super::served::{Served, confine};
 use crate::error::CommandFailure;
 use crate::parallel;
 use crate::sandbox::Task;
 use crate::socket::{Socket, SocketError};
-use crate::takeover::{self, ControlSocket, Offer, Successor, Taken, TakeoverSocket};
+use crate::takeover::{self, ControlSocket, Offer, Successor, Taken, TakeoverListener, TakeoverSocket};
 
 /// The longest time that a client may take to complete a message, and its thread to execute it, during a takeover. It
 /// is long enough for a busy machine, because slower clients are disconnected.
@@ -29,7 +28,6 @@ const REOPEN_MAX: Duration = Duration::from_secs(20);
 
 /// The state of a pending takeover.
 pub(super) struct Takeover {
-    pub(super) takeover_socket: TakeoverSocket,
     pub(super) successor: Arc<Mutex<Option<Successor>>>,
     /// Reopens the takeover socket after a failed takeover.
     pub(super) again: mpsc::Sender<()>,
@@ -53,52 +51,41 @@ pub(super) fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<
 /// old one can continue with them.
 pub(super) fn accept(
     offer: &mut Offer,
-    served: &mut [Served],
+    served: &[Served],
     takes_control: bool,
 ) -> Result<(), CommandFailure> {
-    for (disk, handed) in served.iter_mut().zip(std::mem::take(&mut offer.disks)) {
+    for (disk, handed) in served.iter().zip(std::mem::take(&mut offer.disks)) {
         let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
-        disk.client = client.map_err(|error| takeover::not_adopted(&disk.name, error))?;
+        *disk.client.lock() = client.map_err(|error| takeover::not_adopted(&disk.name, error))?;
     }
     offer
         .accept(takes_control)
         .map_err(|error| CommandFailure::Failed(error.into()))
 }
 
-/// The possible reasons why another server cannot continue with some disks.
-pub(super) struct Obstacles {
-    kept: Option<String>,
-    images: Vec<(String, Arc<ServedImage>)>,
+/// Returns the reason why no other server can continue with the disks now, if there is one.
+fn obstacle(served: &[Arc<Served>]) -> Option<String> {
+    if let Some(kept) = served.iter().find(|disk| disk.config.overlay.is_some()) {
+        let name = &kept.name;
+        return Some(format!(
+            "its disk {name} has overlay=temporary, which ends with its process"
+        ));
+    }
+    let away = served.iter().find(|disk| disk.image.is_away())?;
+    Some(format!(
+        "the image of its disk {} is with another server, as its guest is",
+        away.name
+    ))
 }
 
-impl Obstacles {
-    pub(super) fn of(served: &[Served]) -> Self {
-        let kept = served.iter().find(|disk| disk.config.overlay.is_some());
-        let images = served
-            .iter()
-            .map(|disk| (disk.name.clone(), Arc::clone(&disk.image)));
-        Self {
-            kept: kept.map(|disk| disk.name.clone()),
-            images: images.collect(),
-        }
-    }
-
-    /// Returns the reason why no other server can continue with the disks now, if there is one.
-    fn reason(&self) -> Option<String> {
-        if let Some(name) = &self.kept {
-            return Some(format!(
-                "its disk {name} has overlay=temporary, which ends with its process"
-            ));
-        }
-        let (name, _) = self.images.iter().find(|(_, image)| image.is_away())?;
-        Some(format!(
-            "the image of its disk {name} is with another server, as its guest is"
-        ))
-    }
+/// The sockets of these disks, by absolute paths.
+pub(super) fn sockets<'a>(served: impl IntoIterator<Item = &'a Arc<Served>>) -> Vec<PathBuf> {
+    let paths = served.into_iter().map(|disk| disk.socket.absolute().to_owned());
+    paths.collect()
 }
 
 /// The names of these disks, for the log.
-pub(super) fn names(served: &[Served]) -> String {
+pub(super) fn names(served: &[Arc<Served>]) -> String {
     let names: Vec<&str> = served.iter().map(|disk| disk.name.as_str()).collect();
     names.join(", ")
 }
@@ -126,19 +113,19 @@ pub(super) enum HandOverFailure {
 /// Closes the images and offers everything to a new server. If that does not take it, `lock_set` has what
 /// is to be opened again with.
 pub(super) fn hand_over(
-    served: &[Served],
-    takeover_socket: &TakeoverSocket,
+    roster: &Roster,
+    served: &[Arc<Served>],
     control: Option<&ControlSocket>,
     successor: Successor,
-    lock_set: &mut LockSet,
 ) -> Result<Taken, HandOverFailure> {
     // A guest may have migrated since the new server was let in.
-    if let Some(reason) = Obstacles::of(served).reason() {
+    if let Some(reason) = obstacle(served) {
         successor.refuse(&reason);
         return Err(HandOverFailure::NotTaken(std::io::Error::other(reason)));
     }
     // Requests of operators end first.
     served.iter().for_each(|disk| disk.disk.detach());
+    let lock_set = roster.lock_set();
     let mut locks = Vec::new();
     if successor.takes_locks() {
         match lock_set.descriptors() {
@@ -169,14 +156,18 @@ pub(super) fn hand_over(
     }
     let states = served
         .iter()
-        .map(|disk| disk.client.as_ref().map(PausedClient::state).transpose());
+        .map(|disk| disk.client.lock().as_ref().map(PausedClient::state).transpose());
     let states = states.collect::<std::io::Result<Vec<_>>>();
     let sockets = served.iter().map(|disk| &disk.socket);
     let handed = states.and_then(|states| {
-        successor.hand_over(takeover_socket.listener(), control, &locks, sockets.zip(states))
+        let offer = |takeover: &TakeoverSocket| {
+            successor.hand_over(takeover.listener(), control, &locks, sockets.zip(states))
+        };
+        let none = || Err(std::io::ErrorKind::NotFound.into());
+        roster.with_takeover_socket(offer).unwrap_or_else(none)
     });
     handed.map_err(|error| {
-        *lock_set = LockSet::inherit(locks);
+        roster.set_lock_set(LockSet::inherit(locks));
         match successor.take_back(REOPEN_MAX) {
             Ok(()) => HandOverFailure::NotTaken(error),
             Err(error) => {
@@ -188,7 +179,7 @@ pub(super) fn hand_over(
 }
 
 /// Opens the images again that were closed for a new server, which did not take them.
-pub(super) fn reopen(served: &[Served], lock_set: &LockSet) -> Result<(), CommandFailure> {
+pub(super) fn reopen(served: &[Arc<Served>], lock_set: &LockSet) -> Result<(), CommandFailure> {
     let deadline = Instant::now() + REOPEN_MAX;
     for disk in served.iter().filter(|disk| disk.image.is_closed()) {
         let opened = loop {
@@ -205,40 +196,48 @@ pub(super) fn reopen(served: &[Served], lock_set: &LockSet) -> Result<(), Comman
     Ok(())
 }
 
-/// Opens the takeover socket. Without one, because the socket's name is too long for it, the server only cannot be
-/// taken over.
-pub(super) fn open_takeover_socket(sockets: &[PathBuf]) -> Option<TakeoverSocket> {
-    TakeoverSocket::open(sockets)
+/// Opens the takeover socket beside this one, or beside the first of those that are served. Without one, because its name is too
+/// long, the server only cannot be taken over.
+pub(super) fn open_takeover_socket(
+    named_after: Option<&Path>,
+    sockets: &[PathBuf],
+) -> Option<TakeoverSocket> {
+    let named_after = named_after.or_else(|| sockets.first().map(PathBuf::as_path))?;
+    TakeoverSocket::open(named_after, sockets)
         .inspect_err(|error| tracing::warn!(%error, "no new server can take over from this one"))
         .ok()
 }
 
 /// Starts the thread that pauses the server when a new one wants to take over.
 ///
-/// Where something is in the way, the server continues instead: the new one is told which of the `obstacles` it is.
+/// Where something is in the way, the server continues instead: the new one is told what it is.
 pub(super) fn stop_on_takeover(
-    takeover_socket: TakeoverSocket,
-    obstacles: Obstacles,
-    desk: Arc<VhostUserDesk>,
+    listener: TakeoverListener,
+    roster: Arc<Roster>,
     stop: StopToken,
-    options: Options,
 ) -> std::io::Result<Takeover> {
-    let listener = takeover_socket.listener_for_thread()?;
     let successor = Arc::new(Mutex::new(None));
     let shared = Arc::clone(&successor);
     let (again, resumed) = mpsc::channel();
     let wait_and_pause = move || -> std::io::Result<()> {
-        confine(Task::Control, options)?;
+        confine(Task::Control, roster.setup.options)?;
         loop {
             let new = listener.wait()?;
-            if let Some(reason) = obstacles.reason() {
+            // What comes or goes just now, the new server does not know of.
+            roster.pause();
+            let served = roster.served();
+            let refused = new.mismatch(&sockets(&served));
+            if let Some(reason) = refused.or_else(|| obstacle(&served)) {
                 tracing::warn!(reason, "a takeover was refused");
                 new.refuse(&reason);
+                roster.resume();
                 continue;
             }
             tracing::info!(event = "handing-over", "handing over to a new server");
             *shared.lock() = Some(new);
-            desk.prepare_to_detach();
+            // Their guests need not wait for the end of a compaction.
+            served.iter().for_each(|disk| disk.disk.prepare_to_detach());
+            drop(served);
             stop.pause(MESSAGE_MAX);
             if resumed.recv().is_err() {
                 return Ok(());
@@ -253,9 +252,5 @@ pub(super) fn stop_on_takeover(
     std::thread::Builder::new()
         .name("takeover".to_owned())
         .spawn(report)?;
-    Ok(Takeover {
-        takeover_socket,
-        successor,
-        again,
-    })
+    Ok(Takeover { successor, again })
 }

@@ -8,17 +8,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use block::lock::LockSet;
-use block::worker::{StartHook, WorkerConfig, WorkerPool};
-use virtio_devices::stats::DiskStats;
+use block::worker::{FailureHook, StartHook, WorkerConfig, WorkerPool};
+use parking_lot::Mutex;
 use virtio_devices::vhost_user::{
-    DetachedDisk, PausedClient, VhostUserConfig, VhostUserServer, descriptors_max,
+    DetachedDisk, PausedClient, Reception, VhostUserConfig, VhostUserServer, descriptors_max,
 };
 
 use super::image::{Found, Look, ServedImage};
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 use crate::exchange::ServedDisk;
-use crate::metrics::{DiskReport, Source};
 use crate::open::{self, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
 use crate::socket::{Access, Socket, folder_of};
@@ -56,8 +55,8 @@ pub(super) struct Served {
     pub(super) name: String,
     pub(super) config: DiskConfig,
     /// The client that is connected, while the server is not serving.
-    pub(super) client: Option<PausedClient>,
-    pub(super) server: VhostUserServer,
+    pub(super) client: Mutex<Option<PausedClient>>,
+    pub(super) server: Arc<VhostUserServer>,
     /// The disk, for requests of the control socket.
     pub(super) disk: Arc<ServedDisk>,
     pub(super) socket: Socket,
@@ -116,21 +115,21 @@ pub(super) fn confine(task: Task, options: Options) -> Result<(), SandboxError> 
     Ok(())
 }
 
-/// Starts the server of one disk, on `shared` workers or on its own.
+/// Starts the server of one disk.
 pub(super) fn serve(
     socket: Socket,
     config: DiskConfig,
     found: Found,
     options: Options,
     lock_set: &LockSet,
-    shared: Option<&Arc<WorkerPool>>,
+    workers: Workers<'_>,
 ) -> Result<Served, CommandFailure> {
     let name = config.name();
     let disk = match &found {
         Found::Here(opened) => opened.disk(),
         Found::Away(_) => Arc::new(DetachedDisk::new(found.info())),
     };
-    let mut server = VhostUserServer::start(disk, &server_config(&config, options, shared))
+    let mut server = VhostUserServer::start(disk, &server_config(&config, options, workers))
         .map_err(|error| CommandFailure::about(&name, error))?;
     let disk = ServedDisk::new(format!("disk {name}"), &config, server.stats());
     let opening = opening(options, lock_set);
@@ -145,24 +144,27 @@ pub(super) fn serve(
         disk,
         name,
         config,
-        client: None,
-        server,
+        client: Mutex::default(),
+        server: Arc::new(server),
         socket,
         image,
     })
 }
 
-/// Returns what gives the statistics of these disks, as long as this process serves them.
-pub(super) fn reports(served: &[Served]) -> Arc<Source> {
-    let disks = served.iter().map(|served| {
-        let stats = Arc::clone(served.server.stats());
-        (served.name.clone(), stats, Arc::clone(&served.disk))
-    });
-    let disks: Vec<_> = disks.collect();
-    let report = |(name, stats, disk): &(String, Arc<DiskStats>, Arc<ServedDisk>)| {
-        DiskReport::new(name.clone(), stats.snapshot(), disk.engine_counts())
-    };
-    Arc::new(move || disks.iter().map(report).collect())
+/// The workers of a disk's queues.
+#[derive(Clone, Copy)]
+pub(super) struct Workers<'a> {
+    /// Those of all disks; without them each queue has its own.
+    pub(super) shared: Option<&'a Arc<WorkerPool>>,
+    /// Called by each that fails.
+    pub(super) on_failure: &'a FailureHook,
+}
+
+/// Returns what has disks let go of whose workers have failed.
+pub(super) fn failure_hook(reception: &Arc<Reception>) -> FailureHook {
+    // Workers end with the disks, which the reception has.
+    let reception = Arc::downgrade(reception);
+    FailureHook::new(move || reception.upgrade().iter().for_each(|reception| reception.look()))
 }
 
 /// Returns a worker's last step before it serves.
@@ -171,9 +173,11 @@ pub(super) fn queue_hook(options: Options) -> StartHook {
 }
 
 /// Returns the server's part of the disk's configuration.
-fn server_config(config: &DiskConfig, options: Options, shared: Option<&Arc<WorkerPool>>) -> VhostUserConfig {
+fn server_config(config: &DiskConfig, options: Options, workers: Workers<'_>) -> VhostUserConfig {
+    let Workers { shared, on_failure } = workers;
     let worker = WorkerConfig {
         on_start: Some(queue_hook(options)),
+        on_failure: Some(on_failure.clone()),
         ..WorkerConfig::default()
     };
     VhostUserConfig {
@@ -187,21 +191,18 @@ fn server_config(config: &DiskConfig, options: Options, shared: Option<&Arc<Work
     }
 }
 
-/// Drains and flushes one disk and closes its image; then others may have it.
-pub(super) fn close(disk: Served) -> Result<(), CommandFailure> {
-    let Served {
-        name,
-        client,
-        server,
-        socket,
-        image,
-        disk,
-        ..
-    } = disk;
-    disk.detach();
-    drop((client, socket));
-    let closed = server.close();
-    image.close();
+/// Drains and flushes one disk, which is served no longer, and closes its image; then others may have it.
+///
+/// # Errors
+///
+/// If that was not possible cleanly.
+pub(super) fn close(disk: &Served) -> Result<(), CommandFailure> {
+    let name = &disk.name;
+    disk.disk.detach();
+    drop(disk.client.lock().take());
+    disk.socket.remove();
+    let closed = disk.server.close_disk();
+    disk.image.close();
     match &closed {
         Ok(()) => tracing::info!(disk = %name, "the image was closed cleanly"),
         Err(error) => tracing::error!(disk = %name, %error, "the image was not closed cleanly"),

@@ -17,7 +17,11 @@ use crate::sd_notify::{self, Manager};
 /// # Errors
 ///
 /// If the thread cannot be started.
-pub(super) fn start(manager: Manager, pulses: Vec<Pulse>, options: Options) -> std::io::Result<()> {
+pub(super) fn start(
+    manager: Manager,
+    pulses: impl Fn() -> Vec<Pulse> + Send + 'static,
+    options: Options,
+) -> std::io::Result<()> {
     let Some(time) = options.watchdog.or_else(sd_notify::watchdog) else {
         return Ok(());
     };
@@ -26,7 +30,8 @@ pub(super) fn start(manager: Manager, pulses: Vec<Pulse>, options: Options) -> s
             tracing::error!(%error, "cannot tell the service manager that the workers work");
             return;
         }
-        while pulses.iter().try_for_each(Pulse::beat).is_ok() {
+        loop {
+            pulses().iter().for_each(Pulse::beat);
             manager.works();
             // A worker that is busy, or this thread on a busy machine, may be late by as much.
             thread::sleep((time / 3).max(Duration::from_millis(1)));

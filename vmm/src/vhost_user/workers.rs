@@ -10,7 +10,7 @@ use std::fs;
 use std::io;
 use std::str::FromStr;
 
-use block::worker::{StartHook, StartWorkerError, WorkerConfig, WorkerPool};
+use block::worker::{FailureHook, StartHook, StartWorkerError, WorkerConfig, WorkerPool};
 
 use crate::disk_config::{DiskConfig, cpu_list};
 
@@ -98,7 +98,7 @@ pub(crate) fn obstacle(disk: &DiskConfig) -> Option<String> {
     ))
 }
 
-/// Starts the workers, which are to serve so many queues together; each calls `hook` first.
+/// Starts the workers, which are to serve so many queues together; each calls `hook` first, and `on_failure` if it fails.
 ///
 /// # Errors
 ///
@@ -107,6 +107,7 @@ pub(super) fn start(
     wanted: &[SharedWorkers],
     queues: usize,
     hook: &StartHook,
+    on_failure: &FailureHook,
 ) -> Result<WorkerPool, StartWorkerError> {
     let all: usize = wanted.iter().map(|workers| usize::from(workers.count)).sum();
     let (least, most) = DEPTHS;
@@ -119,6 +120,7 @@ pub(super) fn start(
         depth: u32::try_from(depth).unwrap_or(u32::MAX),
         cpus: workers.cpus.clone(),
         on_start: Some(hook.clone()),
+        on_failure: Some(on_failure.clone()),
         ..WorkerConfig::default()
     }))
 }

@@ -181,8 +181,8 @@ fn disk_in_use_is_listed_flushed_resized_kept_in_snapshots_and_compacted() {
             "it has no guest; only `ringdisk run` has buttons",
         ),
         (
-            r#"{"command":"disk-remove","id":"disk.qcow2"}"#,
-            "only `ringdisk run`",
+            r#"{"command":"disk-remove","id":"other"}"#,
+            "there is no disk `other`; there are: disk.qcow2",
         ),
         (
             r#"{"command":"flush","id":"other"}"#,

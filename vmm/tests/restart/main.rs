@@ -6,6 +6,7 @@ mod client;
 mod control;
 mod density;
 mod descriptor;
+mod disks;
 mod idle;
 mod kill;
 mod limits;
