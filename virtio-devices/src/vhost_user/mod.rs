@@ -251,7 +251,8 @@ impl VhostUserServer {
         Pulse(Arc::downgrade(&self.workers))
     }
 
-    /// Returns true if a worker of its queues has ended by itself. A [`Reception`] serves it no longer when it is [asked to look](Reception::look).
+    /// Returns true if a worker of its queues has ended by itself. A [`Reception`] that is asked to [look](Reception::look) serves it no
+    /// longer.
     #[must_use]
     pub fn has_failed(&self) -> bool {
         self.workers.iter().any(|worker| worker.has_ended())
