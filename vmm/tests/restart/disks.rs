@@ -205,6 +205,10 @@ fn disk_that_cannot_be_added_leaves_all_as_it_was() {
         assert!(said.contains(reason), "{disk} {socket}: {said}");
         assert!(!world.path("images/b.sock").exists(), "{disk} {socket}");
     }
+    // The kernel itself keeps the server from what a name in the folder leads to.
+    std::os::unix::fs::symlink("../outside.qcow2", world.path("images/link.qcow2")).expect("a link");
+    let said = refused(&world, &add("path=images/link.qcow2", "images/b.sock"));
+    assert!(said.contains("Permission denied"), "{said}");
     let said = refused(&world, &["disk-add", "--disk", "path=images/b.qcow2"]);
     assert!(
         said.contains("`socket` is missing; expected the path of a socket"),
