@@ -1,7 +1,7 @@
 //! `ringdisk vhost-user`: serves disks to other programs' virtual machines.
 //!
 //! Every disk has a socket; a few threads talk to the clients of all. The queues run on workers of their own, or on shared ones.
-//! A client is served only after every socket is created and every disk is open and locked. Then disks come and go ([`roster`]).
+//! A client is served only after every socket is created and every disk is open and locked. Then disks come and go (`roster`).
 //!
 //! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests drained, and
 //! each image is closed cleanly, even if another one fails.

@@ -81,7 +81,7 @@ impl TakeoverSocket {
 
     /// The socket, to be handed over.
     #[must_use]
-    pub fn listener(&self) -> &UnixListener {
+    pub fn listener(&self) -> &Arc<UnixListener> {
         self.socket.listener()
     }
 

@@ -160,11 +160,8 @@ pub(super) fn hand_over(
     let states = states.collect::<std::io::Result<Vec<_>>>();
     let sockets = served.iter().map(|disk| &disk.socket);
     let handed = states.and_then(|states| {
-        let offer = |takeover: &TakeoverSocket| {
-            successor.hand_over(takeover.listener(), control, &locks, sockets.zip(states))
-        };
-        let none = || Err(std::io::ErrorKind::NotFound.into());
-        roster.with_takeover_socket(offer).unwrap_or_else(none)
+        let takeover = roster.takeover_listener().ok_or(std::io::ErrorKind::NotFound)?;
+        successor.hand_over(&takeover, control, &locks, sockets.zip(states))
     });
     handed.map_err(|error| {
         roster.set_lock_set(LockSet::inherit(locks));

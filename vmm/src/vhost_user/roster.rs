@@ -10,6 +10,7 @@
 //! Invariants: disks change one at a time, and not while they are handed over to a new server; the lock of a disk's image is released
 //! before the disk is forgotten.
 
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -22,12 +23,11 @@ use serde_json::{Value, json};
 use virtio_devices::vhost_user::{PausedClient, Reception, Seat, ServeError, StopToken};
 
 use super::hand_over::sockets;
-use super::served::{Options, Served, Workers, close, descriptors, failure_hook, find, serve};
+use super::served::{Options, Served, Workers, close, failure_hook, find, serve};
 use super::workers;
 use crate::control::DiskKeys;
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, chain};
-use crate::limits;
 use crate::socket::{Socket, check_path};
 use crate::takeover::TakeoverSocket;
 
@@ -196,9 +196,11 @@ impl Roster {
         self.state.lock().takeover_socket = Some(socket);
     }
 
-    /// Does `work` with that socket.
-    pub(super) fn with_takeover_socket<T>(&self, work: impl FnOnce(&TakeoverSocket) -> T) -> Option<T> {
-        self.state.lock().takeover_socket.as_ref().map(work)
+    /// Returns that socket, to be handed over.
+    pub(super) fn takeover_listener(&self) -> Option<Arc<UnixListener>> {
+        let state = self.state.lock();
+        let takeover = state.takeover_socket.as_ref();
+        takeover.map(|takeover| Arc::clone(takeover.listener()))
     }
 
     pub(super) fn lock_set(&self) -> LockSet {
@@ -387,7 +389,6 @@ impl Roster {
             ));
         }
         let all = served.iter().map(|disk| &disk.config).chain([config]);
-        limits::prepare_descriptors(all.clone().map(descriptors).sum());
         crate::once::check_images(&all.cloned().collect::<Vec<_>>()).map_err(text)
     }
 
