@@ -1,10 +1,11 @@
 //! The control socket of a server: one JSON object per line in, one per line out.
 //!
-//! `request` is the language, `server` answers it, `gate` lets clients in, `watch` tells them what happens, `client` speaks it, `table` and
-//! `stats` show answers to people.
+//! `request` is the language, `server` answers it, `gate` and `clients` let clients in, `watch` tells them what happens, `client` speaks
+//! it, `table` and `stats` show answers to people.
 //! docs/control.md is its reference.
 
 mod client;
+mod clients;
 mod gate;
 mod request;
 mod server;

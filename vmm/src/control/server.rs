@@ -1,7 +1,7 @@
 //! The server of a control socket.
 //!
 //! Invariants: no input stops the machine; a request is completed before the next one is read; a client that sends
-//! nothing, an incomplete request or too much occupies one thread of eight and nothing else.
+//! nothing, an incomplete request or too much occupies one thread of eight, until another client needs it.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
@@ -10,22 +10,19 @@ use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use super::clients::{Clients, Place};
 use super::gate::{Gate, Wanted};
 use super::request::{Request, send_line};
 use super::watch::{Watch, Watched};
-use crate::seat::Seat;
 use crate::socket::{Socket, SocketError};
 
 /// The longest request, in bytes.
 const REQUEST_MAX: u64 = 64 << 10;
-/// The most clients at a time.
-pub(super) const CLIENTS_MAX: usize = 8;
 /// After what time a client that could not be let in is tried again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
@@ -104,7 +101,7 @@ impl Control {
         // A client that was there may have gone before it is accepted.
         listener.set_nonblocking(true).map_err(failed)?;
         let gate = Arc::new(Gate::new().map_err(failed)?);
-        let clients = Arc::new(AtomicUsize::new(0));
+        let clients = Arc::new(Clients::default());
         let open = Arc::clone(&gate);
         let accept = move || {
             while open.wait(&listener) {
@@ -120,16 +117,21 @@ impl Control {
                             continue;
                         }
                     };
-                let seat = Seat::take(&clients, CLIENTS_MAX);
-                if seat.is_none() {
-                    let error = "too many clients at a time";
-                    send_line(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
-                    continue;
-                }
+                let place = match clients.admit(&stream) {
+                    Ok(Some(place)) => place,
+                    Ok(None) => {
+                        let error = "too many clients at a time";
+                        send_line(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
+                        continue;
+                    }
+                    Err(error) => {
+                        tracing::debug!(%error, "a client of the control socket");
+                        continue;
+                    }
+                };
                 let server = server.clone();
                 let serve = move || {
-                    let _seat = seat;
-                    if let Err(error) = serve_client(&stream, &server) {
+                    if let Err(error) = serve_client(&stream, &place, &server) {
                         tracing::debug!(%error, "a client of the control socket");
                     }
                 };
@@ -177,14 +179,16 @@ fn call_handler(handler: &Handler, request: Request) -> Result<Value, String> {
 }
 
 /// Answers one client's requests, line by line.
-fn serve_client(stream: &UnixStream, server: &Server) -> io::Result<()> {
+fn serve_client(stream: &UnixStream, place: &Place, server: &Server) -> io::Result<()> {
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = Vec::new();
+        place.awaits(true);
         reader
             .by_ref()
             .take(REQUEST_MAX + 1)
             .read_until(b'\n', &mut line)?;
+        place.awaits(false);
         if line.is_empty() {
             return Ok(());
         }

@@ -5,13 +5,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tracing_subscriber::layer::SubscriberExt;
 use virtio_devices::connect::{Cancel, connect_within};
 
-use super::server::CLIENTS_MAX;
+use super::clients::{CLIENTS_MAX, ROOM_MAX, SILENT_MIN};
 use super::*;
 use crate::disk_config::DiskConfig;
 use crate::socket::Socket;
@@ -375,22 +375,72 @@ fn ask_within_times_out_and_after_answer_follows_the_answer() {
     assert_eq!(count.load(Ordering::SeqCst), 2);
 }
 
+/// Clients that say nothing, or the half of a request, make room one by one, the oldest first; those that watch do not.
 #[test]
-fn control_frees_the_seats_of_silent_clients_that_leave() {
+fn silent_clients_make_room_for_one_that_asks() {
     let (_folder, path, _control) = served();
-    let silent: Vec<UnixStream> = (0..CLIENTS_MAX)
-        .map(|_| UnixStream::connect(&path).expect("it listens"))
-        .collect();
-    // They are threads of their own: wait until all have been let in.
-    let full = (0..500).any(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(10));
-        say(&path, b"").contains("too many clients")
-    });
-    assert!(full, "all were let in");
-    drop(silent);
+    let connect = || UnixStream::connect(&path).expect("it listens");
+    let watch = || {
+        let stream = connect();
+        (&stream)
+            .write_all(b"{\"command\":\"events\"}\n")
+            .expect("it reads");
+        let mut lines = BufReader::new(stream);
+        let mut line = String::new();
+        lines.read_line(&mut line).expect("an answer");
+        assert!(line.contains("true"), "{line}");
+        lines
+    };
+    let watching: Vec<_> = (0..CLIENTS_MAX - 2).map(|_| watch()).collect();
+    let mut silent = connect();
+    let mut slow = connect();
+    slow.write_all(b"{\"command\"").expect("it reads");
+    let began = Instant::now();
+    assert!(ask(&path, &Request::Info {}).is_ok());
+    assert_eq!(
+        silent.read(&mut [0]).expect("the end"),
+        0,
+        "the one that was there first"
+    );
+    // The other one may go on, if nobody else comes.
+    slow.write_all(b":\"info\"}\n").expect("it reads");
+    let mut slow = BufReader::new(slow);
+    let mut answer = String::new();
+    slow.read_line(&mut answer).expect("an answer");
+    assert!(answer.contains("running"), "{answer}");
+    assert!(ask(&path, &Request::Info {}).is_ok() && ask(&path, &Request::Info {}).is_ok());
+    assert!(
+        began.elapsed() < ROOM_MAX + 3 * SILENT_MIN,
+        "{:?}",
+        began.elapsed()
+    );
+
+    // With eight that are not silent there is no room.
+    drop(slow);
+    let more: Vec<_> = (0..2).map(|_| watch()).collect();
+    let refused = ask(&path, &Request::Info {}).expect_err("no room").line();
+    assert!(refused.is_some_and(|line| line.contains("too many clients")));
+    drop((watching, more));
     let free = (0..500).any(|_| {
-        std::thread::sleep(std::time::Duration::from_millis(10));
+        std::thread::sleep(Duration::from_millis(10));
         ask(&path, &Request::Info {}).is_ok()
     });
     assert!(free, "nobody was let in again");
+}
+
+#[test]
+fn hundred_clients_at_once_are_all_answered() {
+    let (_folder, path, _control) = served();
+    let start = std::sync::Barrier::new(100);
+    std::thread::scope(|scope| {
+        let ask_at_once = || {
+            start.wait();
+            ask(&path, &Request::Info {})
+        };
+        let clients: Vec<_> = (0..100).map(|_| scope.spawn(ask_at_once)).collect();
+        for client in clients {
+            let answer = client.join().expect("no panic").expect("an answer");
+            assert_eq!(answer["state"], "running");
+        }
+    });
 }
