@@ -6,7 +6,7 @@
 use std::fs;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::{PATIENCE, cpus, on_each, run_in, said};
+use super::{CPUS, PATIENCE, on_each, run_in, said};
 use lab::crash::cut::{self, Cut, Kept};
 use lab::crash::log::{self, Entry};
 use lab::crash::plan::Plan;
@@ -178,7 +178,7 @@ fn once(kernel: Kernel, lab: &lab::Lab, seed: u64) -> Result<Vec<String>, Error>
         Ok(tools)
     };
     let script = format!("{CRASH}{served}");
-    let outcome = run_in(lab, &scratch, cpus(kernel), &script, tools, |mut guest| {
+    let outcome = run_in(lab, &scratch, CPUS, &script, tools, |mut guest| {
         for run in &runs {
             let log = format!("{}.log", run.name);
             let (device, logged) = (scratch.file(&run.name), scratch.file(&log));

@@ -4,7 +4,7 @@
 
 use lab::Error;
 
-use super::{on_both_with_queues, own_transports, said};
+use super::{on_both, own_transports, said};
 
 /// A server that may open only so many files comes to an end at another step with each number: in the end, none has been
 /// spared.
@@ -12,7 +12,7 @@ const HALVES: &str = include_str!("../../guest/ublk/half_recovered.sh");
 
 #[test]
 fn interrupted_recovery_is_completed_by_the_next() -> Result<(), Error> {
-    on_both_with_queues(HALVES, |kernel, outcome| {
+    on_both(HALVES, |kernel, outcome| {
         let all = said(outcome);
         for transport in own_transports(kernel) {
             let files = outcome.value(&format!("files {transport} "));

@@ -1,7 +1,7 @@
 //! Operation of devices: names that stay, a command line that goes on where a killed server was, and
 //! limits that devices share.
 
-use super::{newest, on_both_with_queues, on_newest, run_in, said};
+use super::{newest, on_both, on_newest, run_in, said};
 use lab::nested::Toolbox;
 use lab::{Error, Kernel, Outcome, Scratch};
 use std::path::{Path, PathBuf};
@@ -181,7 +181,7 @@ const SANDBOX: &str = include_str!("../../guest/ublk/sandbox.sh");
 
 #[test]
 fn server_threads_drop_every_unneeded_privilege() -> Result<(), Error> {
-    on_both_with_queues(SANDBOX, |kernel, outcome| {
+    on_both(SANDBOX, |kernel, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
         let transport = super::own_transport(kernel);

@@ -1,13 +1,13 @@
 //! Devices of users without rights, where the machine lets them: one who asks for a device owns it, and nobody else's.
 
-use super::{on_newest, said};
+use super::{CPUS, on_newest, said};
 use lab::Error;
 
 const USERS: &str = include_str!("../../guest/ublk/users.sh");
 
 #[test]
 fn unprivileged_user_gets_a_device_if_allowed() -> Result<(), Error> {
-    on_newest(2, USERS, |_, outcome| {
+    on_newest(CPUS, USERS, |_, outcome| {
         let all = said(outcome);
         let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
         for (key, text) in [

@@ -1,7 +1,7 @@
 //! Zero copy, where the kernel has it: data that is not a file's bytes, requests whose pages the driver could not
 //! register, and which requests go which way, as the server itself counts them.
 
-use super::{run_in, said};
+use super::{CPUS, run_in, said};
 use lab::{Error, Kernel, Outcome, Scratch};
 
 /// Every kind of extent, read and written by pages alone; the judge is the same image read by QEMU's tools.
@@ -48,7 +48,7 @@ fn zero_copy_fills_pages_and_copies_small_or_unregistered() -> Result<(), Error>
         return Ok(());
     };
     let scratch = Scratch::new()?;
-    let outcome = run_in(&lab, &scratch, 2, CONTENT, Ok, |guest| guest)?;
+    let outcome = run_in(&lab, &scratch, CPUS, CONTENT, Ok, |guest| guest)?;
     let all = said(&outcome);
     let count = |wanted: &str| outcome.lines().filter(|line| line.starts_with(wanted)).count();
     assert_eq!(count("made "), 4, "{all}");
