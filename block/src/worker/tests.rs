@@ -148,7 +148,7 @@ fn worker_block_on_runs_future_on_its_thread() {
     assert_ne!(here, there);
 }
 
-/// Whoever asks a worker that ended by a panic is told, whether it came before or after.
+/// A worker that ends by a panic tells those who asked it before, and those who ask it later.
 #[test]
 fn worker_that_panics_leaves_nobody_waiting_and_says_so() {
     let (failed, failure) = mpsc::channel();

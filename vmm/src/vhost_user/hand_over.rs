@@ -207,7 +207,7 @@ pub(super) fn open_takeover_socket(
 
 /// Starts the thread that pauses the server when a new one wants to take over.
 ///
-/// Where something is in the way, the server continues instead: the new one is told what it is.
+/// The server continues instead if something is in the way: the new one is told what it is.
 pub(super) fn stop_on_takeover(
     listener: TakeoverListener,
     roster: Arc<Roster>,

@@ -44,7 +44,7 @@ pub(super) struct Roster {
     pub(super) setup: Setup,
 }
 
-/// What disks are served with.
+/// The options, workers and folders that disks are served with.
 pub(super) struct Setup {
     pub(super) options: Options,
     pub(super) groups: RateLimitGroups,
@@ -63,7 +63,7 @@ struct State {
     /// The locks of all images.
     lock_set: LockSet,
     takeover_socket: Option<TakeoverSocket>,
-    /// What ended a disk, for the end of the process.
+    /// The failure that ended a disk, for the exit code of the process.
     failure: Option<CommandFailure>,
 }
 
@@ -74,7 +74,7 @@ impl Setup {
     }
 }
 
-/// What keeps disks from coming and going.
+/// The reasons that keep disks from coming and going.
 #[derive(Default)]
 struct Changes {
     are_handed_over: bool,
@@ -428,6 +428,8 @@ impl Roster {
                 let _ended = left.recv();
                 let changes = roster.alone();
                 if !changes.has_ended {
+                    // A takeover that failed meanwhile has had it served again.
+                    let _ended = roster.reception.leave(number).recv_timeout(LEAVE_MAX);
                     roster.close(number).err().iter().for_each(|failure| {
                         tracing::error!(
                             error = failure.line(),
@@ -520,7 +522,7 @@ fn tell(state: &State) {
     }
 }
 
-/// What a failure says, as the end of a sentence.
+/// Returns the text of a failure, as the end of a sentence.
 fn text(failure: CommandFailure) -> String {
     failure.line().unwrap_or_default()
 }
