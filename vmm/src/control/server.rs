@@ -183,7 +183,6 @@ fn serve_client(stream: &UnixStream, place: &Place, server: &Server) -> io::Resu
     let mut reader = BufReader::new(stream);
     loop {
         let mut line = Vec::new();
-        place.awaits(true);
         reader
             .by_ref()
             .take(REQUEST_MAX + 1)
@@ -233,6 +232,7 @@ fn serve_client(stream: &UnixStream, place: &Place, server: &Server) -> io::Resu
             (server.stop)();
         }
         sent?;
+        place.awaits(true);
     }
 }
 

@@ -394,6 +394,10 @@ fn silent_clients_make_room_for_one_that_asks() {
     let watching: Vec<_> = (0..CLIENTS_MAX - 2).map(|_| watch()).collect();
     let mut silent = connect();
     let mut slow = connect();
+    for waits in [&silent, &slow] {
+        let timeout = waits.set_read_timeout(Some(Duration::from_secs(20)));
+        timeout.expect("a timeout that is not zero");
+    }
     slow.write_all(b"{\"command\"").expect("it reads");
     let began = Instant::now();
     assert!(ask(&path, &Request::Info {}).is_ok());
