@@ -14,10 +14,10 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Poll, Wake, Waker};
+use std::task::{Wake, Waker};
 use std::time::Duration;
 
 use async_task::Runnable;
@@ -256,6 +256,12 @@ impl Context {
 
     /// Starts a task. It runs when the worker next runs tasks, and to its end.
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) {
+        // Boxed at once: a future of a request is kilobytes, and is copied at every step from here to the run queue.
+        self.spawn_boxed(Box::pin(future));
+    }
+
+    /// As [`Context::spawn`]: the same code for all futures.
+    fn spawn_boxed(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
         struct Counted(Rc<Inner>);
         impl Drop for Counted {
             fn drop(&mut self) {
@@ -265,8 +271,6 @@ impl Context {
         self.inner.tasks.set(self.inner.tasks.get() + 1);
         let counted = Counted(Rc::clone(&self.inner));
         let queue = Arc::clone(&self.inner.queue);
-        // Boxed at once: a future of a request is kilobytes, and is copied at every step from here to the run queue.
-        let future = Box::pin(future);
         let future = async move {
             let _counted = counted;
             future.await;
@@ -329,6 +333,16 @@ impl Context {
     ///
     /// If the ring has failed.
     pub fn block_on<T>(&self, future: impl Future<Output = T>) -> io::Result<T> {
+        let mut output = None;
+        self.drive(pin!(async { output = Some(future.await) }))?;
+        match output {
+            Some(output) => Ok(output),
+            None => unreachable!("it was driven to its end"),
+        }
+    }
+
+    /// As [`Context::block_on`]: the same code for all futures.
+    fn drive(&self, mut future: Pin<&mut dyn Future<Output = ()>>) -> io::Result<()> {
         struct Flag {
             woken: AtomicBool,
             queue: Arc<RunQueue>,
@@ -345,29 +359,22 @@ impl Context {
             queue: Arc::clone(&self.inner.queue),
         });
         let waker = Waker::from(Arc::clone(&flag));
-        let mut future = pin!(future);
-        let mut output = None;
+        let mut poll = || {
+            let context = &mut std::task::Context::from_waker(&waker);
+            future.as_mut().poll(context).is_ready()
+        };
         // A watch keeps its slot of the ring until a turn. A future that is ready at once needs no watch.
-        if let Poll::Ready(ready) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker)) {
-            if self.inner.background.get() == 0 {
-                return Ok(ready);
-            }
-            output = Some(ready);
+        let mut is_ready = poll();
+        if is_ready && self.inner.background.get() == 0 {
+            return Ok(());
         }
         let _watch = self.ring().watch(self.inner.queue.wake_fd()?, u64::MAX)?;
         let mut events = Vec::new();
         loop {
             let woken = flag.woken.swap(false, Ordering::SeqCst);
-            if woken
-                && output.is_none()
-                && let Poll::Ready(ready) = future.as_mut().poll(&mut std::task::Context::from_waker(&waker))
-            {
-                output = Some(ready);
-            }
-            if self.inner.background.get() == 0
-                && let Some(output) = output.take()
-            {
-                return Ok(output);
+            is_ready = is_ready || woken && poll();
+            if is_ready && self.inner.background.get() == 0 {
+                return Ok(());
             }
             let ran = self.run_ready();
             let idle = !ran && !flag.woken.load(Ordering::SeqCst);
@@ -385,6 +392,8 @@ mod model;
 
 #[cfg(test)]
 mod tests {
+    use std::task::Poll;
+
     use super::*;
 
     #[test]

@@ -1,5 +1,7 @@
 //! Every order in which a worker can go to sleep and others can wake it.
 
+use std::task::Poll;
+
 use loom::thread;
 
 use super::*;

@@ -25,7 +25,7 @@ mod survey;
 mod tables;
 
 use std::ops::ControlFlow;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -112,7 +112,7 @@ impl QcowDisk {
         &self,
         cx: &Context,
         options: &CompactOptions,
-        progress: impl FnMut(&CompactProgress) -> ControlFlow<()>,
+        mut progress: impl FnMut(&CompactProgress) -> ControlFlow<()>,
     ) -> Result<Compacted, CompactError> {
         let queue = self
             .queue(cx)
@@ -123,27 +123,32 @@ impl QcowDisk {
         let compaction = Compaction {
             queue: &queue,
             options,
-            progress,
+            progress: &mut progress,
             state: CompactProgress::default(),
             is_begun: false,
             is_stopped: false,
         };
-        compaction.run().await
+        compaction.start().await
     }
 }
 
 /// A compaction that is under way.
-struct Compaction<'a, P> {
+struct Compaction<'a> {
     queue: &'a Rc<Queue>,
     options: &'a CompactOptions,
-    progress: P,
+    progress: &'a mut dyn FnMut(&CompactProgress) -> ControlFlow<()>,
     state: CompactProgress,
     /// The image has been announced to be changed.
     is_begun: bool,
     is_stopped: bool,
 }
 
-impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+impl<'a> Compaction<'a> {
+    /// Boxed: so it is compiled here, once, and not into each of its callers.
+    fn start(self) -> Pin<Box<dyn Future<Output = Result<Compacted, CompactError>> + 'a>> {
+        Box::pin(self.run())
+    }
+
     async fn run(mut self) -> Result<Compacted, CompactError> {
         let queue = self.queue;
         let file = &queue.file;

@@ -1,13 +1,11 @@
 //! The move of persistent bitmaps, as far as they may move ([`bitmaps::move_below`]).
 
-use std::ops::ControlFlow;
-
 use super::tables::TABLES_PER_STEP;
-use super::{CompactError, CompactProgress, Compaction, settle};
+use super::{CompactError, Compaction, settle};
 use crate::engine::{BitmapsError, bitmaps, exclusive};
 use crate::format::HostCluster;
 
-impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+impl Compaction<'_> {
     /// Moves clusters of bitmaps that lie from `bound` on.
     pub(super) async fn move_bitmaps(&mut self, bound: HostCluster) -> Result<(), CompactError> {
         let queue = self.queue;

@@ -9,14 +9,13 @@
 //! Invariant: the turn to change the image as a whole is kept from 1 to 4, so that no other operation runs alone while
 //! guest clusters are in flight.
 
-use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::time::Duration;
 
 use block::IoError;
 
 use super::copy::{Copy, PIECE_BYTES_MAX, copy_all};
-use super::{CompactError, CompactProgress, Compaction, look};
+use super::{CompactError, Compaction, look};
 use crate::engine::exclusive::{self, Refused};
 use crate::engine::{Queue, Shared, load};
 use crate::format::{GuestCluster, HostCluster};
@@ -82,7 +81,7 @@ impl Drop for Moves<'_> {
     }
 }
 
-impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+impl Compaction<'_> {
     /// Moves guest clusters that lie from `bound` on, in the order of the disk, while there is room before it.
     pub(super) async fn move_guest_clusters(&mut self, bound: HostCluster) -> Result<(), CompactError> {
         let mut at = GuestCluster::new(0);

@@ -20,7 +20,6 @@
 //! [`pack`]: super::pack
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::ControlFlow;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -33,7 +32,7 @@ use super::foreign::{Foreign, SnapshotL1s, for_each_table, shown};
 use super::pack::Packed;
 use super::survey::Survey;
 use super::tables::Pinned;
-use super::{CompactError, CompactProgress, Compaction, STEP_BYTES_MAX, Step, change, settle};
+use super::{CompactError, Compaction, STEP_BYTES_MAX, Step, change, settle};
 use crate::engine::{Queue, exclusive, flush, load};
 use crate::format::{GuestOffset, HostCluster, L2Entry, L2Mapping, L2Table, L2TableMut};
 use crate::metadata::Blocked;
@@ -261,7 +260,7 @@ impl Plan {
     }
 }
 
-impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+impl Compaction<'_> {
     /// Moves shared clusters and compressed data that lie from the bound on, while there is room before it.
     pub(super) async fn move_shared_data(&mut self, survey: &Survey) -> Result<(), CompactError> {
         let mut at = 0;

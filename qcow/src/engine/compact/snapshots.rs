@@ -5,7 +5,6 @@
 //! those of the disk among them.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::rc::Rc;
 
 use block::{AlignedBuf, IoError};
@@ -13,7 +12,7 @@ use block::{AlignedBuf, IoError};
 use super::copy::{Copy, copy_all, make_durable};
 use super::foreign::{Foreign, SnapshotL1s};
 use super::tables::TABLES_PER_STEP;
-use super::{CompactError, CompactProgress, Compaction, Step, change, clusters_at, settle};
+use super::{CompactError, Compaction, Step, change, clusters_at, settle};
 use crate::engine::{Queue, exclusive, flush, header, load, snapshots};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, L1Entry, L2TableRef, SnapshotEntry};
 use crate::metadata::Dropped;
@@ -276,7 +275,7 @@ impl Plan {
     }
 }
 
-impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+impl Compaction<'_> {
     /// Moves L2 tables of snapshots that lie from `bound` on, also those that the disk shares.
     pub(super) async fn move_foreign_tables(&mut self, bound: HostCluster) -> Result<(), CompactError> {
         let mut at = 0;

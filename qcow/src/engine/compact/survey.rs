@@ -8,12 +8,11 @@
 //! Invariant: memory is bounded by the window, whatever an image claims. A longer file is compacted in several passes.
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::rc::Rc;
 
 use super::error::Fixed;
 use super::foreign::{SnapshotL1s, for_each_table};
-use super::{CompactError, CompactProgress, Compaction, FixedClusters, clusters_at, look, settle};
+use super::{CompactError, Compaction, FixedClusters, clusters_at, look, settle};
 use crate::engine::{BitmapsError, Queue, bitmaps, exclusive};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, L2Mapping, L2Table};
 use crate::metadata::Blocked;
@@ -87,7 +86,7 @@ impl Bits {
     }
 }
 
-impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+impl Compaction<'_> {
     /// Looks for the place where the file could end. `None` if the caller stops the compaction.
     pub(super) async fn survey(&mut self) -> Result<Option<Survey>, CompactError> {
         let queue = self.queue;

@@ -9,14 +9,14 @@
 //!
 //! Each leaves its old clusters only when a FLUSH has made durable that nothing leads to them.
 
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::rc::Rc;
 
 use block::IoError;
 use block::canary::{Rule, broken};
 
 use super::snapshots::move_snapshot_tables;
-use super::{CompactError, CompactProgress, Compaction, change, settle};
+use super::{CompactError, Compaction, change, settle};
 use crate::engine::{Queue, Shared, exclusive, flush};
 use crate::format::HostCluster;
 use crate::metadata::refcounts::Stuck;
@@ -89,7 +89,7 @@ impl<'a> Pinned<'a> {
     }
 }
 
-impl<P: FnMut(&CompactProgress) -> ControlFlow<()>> Compaction<'_, P> {
+impl Compaction<'_> {
     /// Moves the tables that need several clusters side by side.
     pub(super) async fn move_runs(&mut self, bound: HostCluster) -> Result<(), CompactError> {
         let queue = self.queue;
