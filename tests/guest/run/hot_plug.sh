@@ -1,4 +1,4 @@
-# Disks that come to a running machine, go, and come again.
+# Disks that come to a running machine, go, and come again: first our own, then one that another program serves.
 ./ringdisk image create -o cluster_size=16k hot.qcow2 128M >/dev/null
 echo 200 >/proc/sys/vm/nr_hugepages
 KERNEL=vmlinux CPUS=4 MEMORY=size=512M,hugepages=on,host_numa_node=0
@@ -39,9 +39,27 @@ soon 15 unlocked || true
 ./ringdisk image check hot.qcow2 | say check
 ctl info | say without
 ctl disk-add --disk "$HOT" | say added
+
+./ringdisk image create -o cluster_size=16k far.qcow2 64M >/dev/null
+FAR=vhost_user=on,socket=far.sock,id=far,num_queues=2
+wait_for hot "say far"
+# Nobody is there yet: it is refused, and nothing is left behind.
+refused nobody disk-add --disk "$FAR"
+serve far.sock --disk path=far.qcow2,num_queues=2,serial=FAR
+ctl disk-add --disk "$FAR" | say far-added
+refused far-twice disk-add --disk "$FAR"
+ctl info | say far-with
+wait_for hot "say far unmounted"
+ctl disk-remove far | say far-removed
+wait_for hot "say far gone"
+ctl info | say far-without
+# The server was let go, and serves whoever comes next.
+ctl disk-add --disk "$FAR" | say far-added
+
 wait_for hot "say restart"
 ctl disk-remove data.qcow2 | say removed
 ./ringdisk image check data.qcow2 | say check
 wait $machine && echo "ended 0" || echo "ended $?"
+stopped
 free after
 told hot

@@ -1,4 +1,4 @@
-# Works on its disks, restarts, and finds everything again.
+# Works on its disks for so many `rounds`, restarts, and finds everything again.
 for disk in data frozen; do
     name=$(basename "$(readlink /dev/lab/$disk)")
     echo "disk $disk $(cat /sys/block/$name/size) ro=$(cat /sys/block/$name/ro) serial=$(cat /sys/block/$name/serial)"
@@ -7,8 +7,11 @@ if [ ! -e /root/sums ]; then
     head -c 4096 /dev/lab/frozen | sha256sum | sed 's/^/frozen /'
     dd if=/dev/zero of=/dev/lab/frozen bs=4k count=1 2>/dev/null && echo "a read-only disk was written"
     mkfs.ext4 -q /dev/lab/data
-    mount /dev/lab/data /mnt
-    verify_files /mnt --cpus_allowed=0,1 --cpus_allowed_policy=split
+    mount -o noatime /dev/lab/data /mnt
+    echo ready
+    for round in $(seq $rounds); do
+        verify_files /mnt --cpus_allowed=0,1 --cpus_allowed_policy=split --randseed=$round
+    done
     dd if=/dev/urandom of=/srv/kept bs=64k count=16 conv=fsync status=none
     sha256sum /mnt/verified* /srv/kept >/root/sums
     sync
