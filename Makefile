@@ -26,7 +26,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: check test tools setup lint doc build deb counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
+.PHONY: check test compiler tools setup lint doc build deb counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
 
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
@@ -35,7 +35,7 @@ check: lint
 
 # The steps before the tests are made by the script, which measures them.
 test:
-	tests/run-tests.sh tools -- setup -- build -- counts models explore canaries
+	tests/run-tests.sh compiler -- tools setup -- build -- counts models explore canaries
 
 # One build of the explorer, with assertions and with rules that can be broken; unless they are, it does what any other does. No other
 # program is built like this: cargo keeps what it builds with a feature apart.
@@ -48,6 +48,10 @@ explore:
 # First it explores 40,000 states more, with nothing broken.
 canaries:
 	$(SIM) canaries
+
+# What the first build needs; the other tools are installed beside it.
+compiler:
+	command -v cc >/dev/null || { apt-get -q update && apt-get -q install -y --no-install-recommends gcc libc6-dev; }
 
 tools:
 	tests/setup.sh --tools
@@ -70,11 +74,13 @@ counts:
 	cargo build --release -p ringdisk -p ringdisk-counts
 	$${CARGO_TARGET_DIR:-target}/release/ringdisk-counts $(NAMES)
 
-# Each checker wants our crates built its way, and only ours: their dependencies are those of the tests.
+# Each checker wants our crates built its way, and only ours: their dependencies are those of the tests. Models of small parts run for
+# seconds, those of the engine for as long as it takes to compile it with optimization.
 MODEL = RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/tests/cfg-$(1) cargo test
+UNOPTIMIZED = $(foreach crate,block simulator virtio-devices,--config profile.dev.package.ringdisk-$(crate).opt-level=0)
 models:
-	$(call MODEL,loom) -p ringdisk-block --lib model::
-	THREADS_RUNS=$(RUNS) $(call MODEL,shuttle) -p ringdisk-block -p ringdisk-virtio-devices --lib model::
+	$(call MODEL,loom) $(UNOPTIMIZED) -p ringdisk-block --lib model::
+	THREADS_RUNS=$(RUNS) $(call MODEL,shuttle) $(UNOPTIMIZED) -p ringdisk-block -p ringdisk-virtio-devices --lib model::
 	THREADS_RUNS=$(RUNS) $(call MODEL,shuttle) -p ringdisk-qcow --test threads
 
 # The sanitizer's runtime comes with rustc, the switch is not stable yet; --target leaves build scripts alone. C code is

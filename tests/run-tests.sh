@@ -5,8 +5,8 @@
 #
 # Each word is a target of the Makefile. FIRST are made in this order, then BUILD, then the tests are built; ASIDE are made beside
 # both builds, as they mostly wait for the network. The first that fails ends the run. Then the tests of the lab begin, whose
-# guests wait now and then, and use one CPU or two; beside them BESIDE are made, with what the guests leave of the CPUs, and the
-# tests of the other packages run. The summary gives the time of each of them and what of the CPUs it took, the time of all together, of
+# guests wait now and then, and use one CPU or two; beside them BESIDE are made, with what the guests leave of the CPUs, and then the
+# tests of the other packages run, those of the engine and the rest side by side: neither keeps two CPUs busy. The summary gives the time of each of them and what of the CPUs it took, the time of all together, of
 # each suite, and of the slowest tests.
 #
 # Nothing may be skipped in silence: a test that meets a machine without what it needs fails, and says
@@ -26,9 +26,9 @@ start=$(date +%s)
 logs=$(mktemp -d)
 steps=$logs/steps
 : >"$steps"
-# The process group that runs beside this script, which goes with it.
-aside=
-trap '[ -z "$aside" ] || kill -- -"$aside" 2>/dev/null || true; rm -rf "$logs"' EXIT
+# The process groups that run beside this script, which go with it.
+beside=()
+trap 'for group in "${beside[@]}"; do kill -- -"$group" 2>/dev/null || true; done; rm -rf "$logs"' EXIT
 
 # timed STEP COMMAND…: notes the step's seconds, and those of CPU that its processes took, whether or not it succeeds.
 timed() {
@@ -49,12 +49,30 @@ timed() {
 # A script's background jobs and `nohup` start with signals ignored, which servers under test would inherit.
 cargo_test() { env --default-signal=HUP,INT,QUIT,TERM cargo test --workspace --no-fail-fast "$@"; }
 
-# part NAME ARGUMENTS…: the tests of the packages that timed.sh counts to it. Both parts are of one build.
+# part NAME ARGUMENTS…: the tests of the packages that timed.sh counts to it. All parts are of one build.
 part() {
     local part=$1
     shift
     export "CARGO_TARGET_$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')_RUNNER=$PWD/tests/timed.sh"
     PART=$part cargo_test "$@" -- --show-output 2>&1
+}
+
+# aside COMMAND…: begins it in a process group of its own, whose number it leaves in $aside.
+aside() {
+    set -m
+    "$@" &
+    aside=$!
+    set +m
+    beside+=("$aside")
+}
+# ended GROUP: waits for it.
+ended() {
+    local status=0
+    wait "$1" || status=$?
+    local group left=()
+    for group in "${beside[@]}"; do [ "$group" = "$1" ] || left+=("$group"); done
+    beside=("${left[@]}")
+    return "$status"
 }
 
 steps() { for step; do timed "$step" make --no-print-directory "$step"; done; }
@@ -67,33 +85,32 @@ done
 
 # shellcheck disable=SC2086 # lists
 steps ${groups[0]}
-set -m
 # shellcheck disable=SC2086
-steps ${groups[1]} >"$logs/aside" 2>&1 &
-aside=$!
-set +m
+aside steps ${groups[1]} >"$logs/aside" 2>&1
+first=$aside
 # shellcheck disable=SC2086
 steps ${groups[2]}
 timed tests-build cargo_test --no-run
-wait $aside || { cat "$logs/aside"; exit 1; }
+ended "$first" || { cat "$logs/aside"; exit 1; }
 cat "$logs/aside"
 
 status=0
 echo "The tests of the lab have begun; what they say follows when all of them have ended."
-set -m
-timed lab-tests part lab --tests >"$logs/lab" &
-aside=$!
-set +m
+aside timed lab-tests part lab --tests >"$logs/lab"
+lab=$aside
 failed=()
 for step in ${groups[3]}; do
     # A process of its own, or the guests' CPU time would be that of the step in which the lab's tests end.
     (timed "$step" nice make --no-print-directory "$step") > >(tee "$logs/output-$step") 2>&1 || failed+=("$step")
 done
-timed other-tests part others | tee "$logs/others" || status=1
-wait $aside || status=1
-aside=
-cat "$logs/lab"
-cat "$logs/others" "$logs/lab" >"$logs/all"
+aside timed engine-tests part engine --lib --bins --tests >"$logs/engine"
+engine=$aside
+(timed other-tests part others) | tee "$logs/others" || status=1
+for name in engine lab; do
+    ended "${!name}" || status=1
+    cat "$logs/$name"
+done
+cat "$logs/others" "$logs/engine" "$logs/lab" >"$logs/all"
 echo "all $(($(date +%s) - start))" >>"$steps"
 tests/summary.sh "$logs/all" "$steps" || status=1
 for step in "${failed[@]}"; do
