@@ -15,8 +15,10 @@ use super::*;
 use crate::buffer::{AlignedBuf, Buffer, Piece};
 use crate::changes::Changes;
 use crate::error::IoError;
+use crate::lock::{LockError, LockGranularity, LockMode, LockSet};
 use crate::request::{Op, Request};
-use crate::ring::Pieces;
+use crate::ring::counting::CountingDriver;
+use crate::ring::{Pieces, Ring};
 use crate::sync::Mutex;
 use crate::sync::atomic::Ordering;
 use crate::task::Context;
@@ -266,4 +268,40 @@ fn change_is_counted_before_its_answer() {
     let (request, answer) = Request::local(Op::Write { fua: false }, 0, 4096, bytes);
     view.submit(0, request).expect("room");
     assert_eq!(counted_at(answer, &cx, changes), Some(2));
+}
+
+/// The kernel may carry the write out later: whoever could open the image would lose what lies there.
+#[test]
+fn image_stays_locked_after_a_ring_that_cannot_drain() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("image");
+    std::fs::write(&path, [0; 8192]).expect("an image");
+    let open = || {
+        let options = FileOptions {
+            write: true,
+            direct: false,
+        };
+        let image = ImageFile::open(&path, options).expect("an image");
+        let locked = image.lock(&LockSet::default(), LockMode::Write, LockGranularity::ByteRange);
+        locked.map(|()| image)
+    };
+    for drains in [true, false] {
+        let driver = CountingDriver::default();
+        let fails = Rc::clone(&driver.fails);
+        let cx = Context::on(Ring::with_driver(Box::new(driver), 16, 0));
+        let image = open().expect("nobody else has it");
+        let view = image.view(&cx).expect("a view");
+        let mut write = Box::pin(view.write(0, pieces(&[1; 4096]), false));
+        let waker = &mut std::task::Context::from_waker(Waker::noop());
+        assert!(write.as_mut().poll(waker).is_pending());
+        assert_eq!(cx.ring().in_flight(), 1);
+        fails.set(!drains);
+        drop(write);
+        drop((view, image, cx));
+        let next = open();
+        match drains {
+            true => assert!(next.is_ok(), "{next:?}"),
+            false => assert!(matches!(next, Err(LockError::Held { .. })), "{next:?}"),
+        }
+    }
 }

@@ -1,9 +1,9 @@
 //! A driver for tests that counts the calls of the kernel; ops end when the ring waits for them, and syncs in place as the
-//! test has them end.
+//! test has them end. The kernel may fail it for good.
 
 #![expect(unsafe_code, reason = "implements Driver::push")]
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::io;
 use std::os::fd::RawFd;
@@ -20,6 +20,8 @@ pub(crate) struct CountingDriver {
     pub(crate) calls: Rc<RefCell<Vec<Wait>>>,
     /// The events during a sync in place, and its result; without it there is none.
     pub(crate) sync_now: Option<Box<dyn FnMut() -> i32>>,
+    /// From now on each call fails, and no op ends.
+    pub(crate) fails: Rc<Cell<bool>>,
 }
 
 impl fmt::Debug for CountingDriver {
@@ -54,6 +56,9 @@ unsafe impl Driver for CountingDriver {
     }
 
     fn enter(&mut self, wait: Wait) -> io::Result<()> {
+        if self.fails.get() {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
         let waits = wait != Wait::No;
         if !waits && self.begun.is_empty() {
             return Ok(());

@@ -253,7 +253,7 @@ impl Drop for InFlight {
             if let Err(error) = self.turn(true) {
                 tracing::error!(%error, ops = self.ops.get(), "a ring cannot drain; leaking its memory");
                 let slots = std::mem::replace(&mut *self.slots.borrow_mut(), Slots::new(0));
-                // The kernel may still write there: leaking is the only safe end.
+                // The kernel may still write there: leaking is the only safe end. With the ops their files stay, and the images' locks.
                 Box::leak(Box::new(slots));
                 return;
             }
