@@ -28,6 +28,8 @@ const SECTOR: u64 = 512;
 const WORKERS: u64 = 3;
 const ACTORS_PER_WORKER: u64 = 4;
 const ACTORS: u64 = WORKERS * ACTORS_PER_WORKER;
+/// The fewest requests of each: all together, enough to be in each other's way.
+const REQUESTS_MIN: u64 = 50;
 
 /// A variant: the way its image is made and opened.
 #[derive(Clone, Debug)]
@@ -158,7 +160,8 @@ impl Actor {
         mut bytes: Bytes,
         until: Instant,
     ) -> Result<Self, String> {
-        while Instant::now() < until {
+        // On a busy machine the time alone may be that of a few.
+        while Instant::now() < until || self.requests < REQUESTS_MIN {
             self.requests += 1;
             let (sector, count) = if self.random.one_in(2) {
                 (self.shared_sector(), 1)
@@ -365,7 +368,6 @@ fn stress(variant: Variant) {
     }
     workers.into_iter().for_each(WorkerHandle::stop);
     let what = format!("{}, STRESS_SEED={seed}, {requests} requests", variant.name);
-    assert!(requests > 500, "{what}: too few to mean anything");
     eprintln!("{what}");
     let lane = Lane::new(&disk, RingKind::IoUring);
     assert_same(&lane.read(0, DISK), &model, &what);

@@ -8,7 +8,8 @@
 const EMULATOR: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
 
 /// The function in which Linux 7.2 follows a pointer of a list entry that it has deleted, seen once in 130 hand-overs on
-/// a busy machine: the ring of a process that has ended cancels its ublk commands.
+/// a busy machine: the ring of a process that has ended cancels its ublk commands. If the entry has another use already, the driver is
+/// given that, and warns of a command that is not the one it knows.
 const CANCEL: &str = "io_uring_try_cancel_uring_cmd";
 
 /// Returns what failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a
@@ -32,8 +33,13 @@ pub(crate) fn of_kernel(console: &str, complains: impl Fn(&str) -> bool) -> Opti
             .iter()
             .any(|line| line.contains(what) && line.contains(text))
     };
-    let deleted = first.contains("Oops: general protection fault") && first.contains("0xdead000000000100");
-    (deleted && has("RIP: ", CANCEL) && has("Workqueue: iou_exit", "io_ring_exit_work"))
+    let deleted = first.contains("Oops: general protection fault")
+        && first.contains("0xdead000000000100")
+        && has("RIP: ", CANCEL);
+    let reused = first.contains("WARNING: drivers/block/ublk_drv.c")
+        && first.contains(" at ublk_ch_uring_cmd+")
+        && has("]  ", CANCEL);
+    ((deleted || reused) && has("Workqueue: iou_exit", "io_ring_exit_work"))
         .then_some("its guest's kernel failed in io_uring_try_cancel_uring_cmd")
 }
 
@@ -68,11 +74,33 @@ lab: init
 [   82.901253] EXT4-fs (vda): re-mounted 11e85bab-3fb2-4b83-bd74-624568686dd8 ro.
 ";
 
+    /// The same, where the entry had another use already.
+    const WARNING: &str = "\
+lab: init
+[   21.838501] WARNING: drivers/block/ublk_drv.c:2908 at ublk_ch_uring_cmd+0xee/0x140 [ublk_drv], CPU#0: kworker/u4:3/177
+[   21.841090] Workqueue: iou_exit io_ring_exit_work
+[   21.841306] RIP: 0010:ublk_ch_uring_cmd+0xee/0x140 [ublk_drv]
+[   21.847828]  io_uring_try_cancel_uring_cmd+0x7e/0x120
+[   21.851787] ---[ end trace 0000000000000000 ]---
+[   21.883961] BUG: kernel NULL pointer dereference, address: 0000000000000000
+";
+
     #[test]
     fn of_kernel_finds_only_the_known_fault() {
-        let complains = |line: &str| line.contains("Oops") || line.contains("I/O error");
+        let complains = |line: &str| {
+            ["Oops", "WARNING:", "I/O error"]
+                .iter()
+                .any(|text| line.contains(text))
+        };
         let known = |console: &str| of_kernel(console, complains).is_some();
-        assert!(known(OOPS));
+        assert!(known(OOPS) && known(WARNING));
+        for (text, other) in [
+            ("try_cancel_uring_cmd", "cmd_work"),
+            ("iou_exit io_ring_exit_work", "ublk"),
+            ("at ublk_ch_uring_cmd+", "at ublk_dispatch_req+"),
+        ] {
+            assert!(!known(&WARNING.replace(text, other)), "not {text}");
+        }
         assert!(!known(""));
         assert!(
             !known(&OOPS.replace("try_cancel_uring_cmd", "cmd_done")),
