@@ -6,8 +6,8 @@
 # Each word is a target of the Makefile. FIRST are made in this order, then BUILD, then the tests are built; ASIDE are made beside
 # both builds, as they mostly wait for the network. The first that fails ends the run. Then the tests of the lab begin, whose
 # guests wait now and then, and use one CPU or two; beside them BESIDE are made, with what the guests leave of the CPUs, and then the
-# tests of the other packages run, those of the engine and the rest side by side: neither keeps two CPUs busy. The summary gives the time of each of them and what of the CPUs it took, the time of all together, of
-# each suite, and of the slowest tests.
+# tests of the other packages run, those of the engine and the rest side by side: neither keeps two CPUs busy. The summary gives the
+# time of each of them and what of the CPUs it took, the time of all together, of each suite, and of the slowest tests.
 #
 # Nothing may be skipped in silence: a test that meets a machine without what it needs fails, and says
 # what to install. Where no installing helps (say, a kernel that refuses io_uring), the test prints

@@ -23,6 +23,7 @@ use std::time::Duration;
 use async_task::Runnable;
 
 use crate::buffer::BufferPool;
+use crate::disk::LocalBoxFuture;
 use crate::ring::{Ring, RingError, RingKind};
 use crate::sleeper::Sleeper;
 use crate::sync::Mutex;
@@ -261,7 +262,7 @@ impl Context {
     }
 
     /// As [`Context::spawn`]: the same code for all futures.
-    fn spawn_boxed(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
+    fn spawn_boxed(&self, future: LocalBoxFuture<'static, ()>) {
         struct Counted(Rc<Inner>);
         impl Drop for Counted {
             fn drop(&mut self) {

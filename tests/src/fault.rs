@@ -8,8 +8,8 @@
 const EMULATOR: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
 
 /// The function in which Linux 7.2 follows a pointer of a list entry that it has deleted, seen once in 130 hand-overs on
-/// a busy machine: the ring of a process that has ended cancels its ublk commands. If the entry has another use already, the driver is
-/// given that, and warns of a command that is not the one it knows.
+/// a busy machine: the ring of a process that has ended cancels its ublk commands. Seen once on the same way, and most likely the same:
+/// the entry has another use already, and the driver warns of a command that is not the one it knows.
 const CANCEL: &str = "io_uring_try_cancel_uring_cmd";
 
 /// Returns what failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a

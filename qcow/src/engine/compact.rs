@@ -25,11 +25,11 @@ mod survey;
 mod tables;
 
 use std::ops::ControlFlow;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::rc::Rc;
 use std::time::Duration;
 
-use block::{Context, IoError};
+use block::{Context, IoError, LocalBoxFuture};
 
 pub use error::{CompactError, Fixed, FixedClusters};
 
@@ -145,7 +145,7 @@ struct Compaction<'a> {
 
 impl<'a> Compaction<'a> {
     /// Boxed: so it is compiled here, once, and not into each of its callers.
-    fn start(self) -> Pin<Box<dyn Future<Output = Result<Compacted, CompactError>> + 'a>> {
+    fn start(self) -> LocalBoxFuture<'a, Result<Compacted, CompactError>> {
         Box::pin(self.run())
     }
 

@@ -35,7 +35,7 @@ struct List {
 struct Client {
     number: u64,
     connection: UnixStream,
-    /// The time since which it is to say something, if it is.
+    /// The time since which it is to say something, if it is: its connection, or its last answer.
     silent_since: Option<Instant>,
 }
 
