@@ -279,3 +279,59 @@ fn unallocated(offset: GuestOffset, len: u64, span: u64) -> Lookup {
         len: len.min(rest),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Growth;
+    use super::super::plan::Action;
+    use super::super::testing::{CLUSTER, metadata};
+    use super::*;
+
+    /// An image whose first clusters lie one behind the other, and are the image's alone or not.
+    fn mapped(copied: [bool; 4]) -> Metadata {
+        let mut metadata = metadata();
+        for (cluster, copied) in (0..).zip(copied) {
+            let (from, to) = (cluster * CLUSTER, (cluster + 1) * CLUSTER);
+            let step = metadata.plan_write(GuestOffset::new(from), GuestOffset::new(to), Growth::Free);
+            let Action::Fill(fill) = step.expect("an empty image").action else {
+                panic!("nothing is mapped");
+            };
+            assert_eq!(metadata.publish(&fill.allocation).1, Ok(()));
+            let cluster = GuestCluster::new(cluster);
+            let now = metadata.mapping(0, cluster).expect("the slice is cached");
+            let (host, _) = now.cluster().expect("it is mapped");
+            let entry = L2Entry::data(host, copied, metadata.geometry());
+            metadata
+                .set_mapping(0, cluster, entry)
+                .expect("the slice is cached");
+        }
+        metadata
+    }
+
+    /// Returns whether the clusters from the first one on may be overwritten, and how many of them.
+    fn found(metadata: &Metadata) -> (bool, u64) {
+        match metadata.lookup(GuestOffset::new(0), 4 * CLUSTER) {
+            Lookup::Found {
+                extent: Extent::Data { owned, .. },
+                len,
+            } => (owned, len / CLUSTER),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn clusters_that_may_be_overwritten_end_where_shared_ones_begin() {
+        for (copied, expected) in [
+            ([true; 4], (true, 4)),
+            ([true, true, false, true], (true, 2)),
+            ([false, false, true, true], (false, 2)),
+            ([false; 4], (false, 4)),
+        ] {
+            let mut metadata = mapped(copied);
+            assert_eq!(found(&metadata), expected, "{copied:?}");
+            // A snapshot has the whole table.
+            metadata.l1[0] = metadata.l1[0].with_copied(false);
+            assert_eq!(found(&metadata), (false, 4), "{copied:?}");
+        }
+    }
+}
