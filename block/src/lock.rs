@@ -277,9 +277,9 @@ impl ImageLock {
         Ok(lock)
     }
 
-    /// Releases every range held, unless another process shares the lock.
+    /// Releases every range held, unless another process shares the lock, or it is held over.
     fn release(&mut self) {
-        if self.set.is_shared() {
+        if self.set.stays(&self.fd) {
             return;
         }
         for range in self.held.drain(..) {

@@ -103,8 +103,9 @@ impl Limiter {
         self.buckets.lock().limits
     }
 
-    /// Sets other limits, with full buckets: what was owed is forgotten.
-    fn set(&self, limits: &RateLimits) {
+    /// Sets other limits, with full buckets: what was owed is forgotten. Requests that wait pass at the time that they were given; see
+    /// [`ThrottledDisk::set_limits`].
+    pub fn set(&self, limits: &RateLimits) {
         let mut buckets = self.buckets.lock();
         *buckets = Buckets::full(limits);
         self.is_limiting.store(!limits.is_empty(), Ordering::Release);

@@ -6,17 +6,18 @@
 //!
 //! Invariant: as long as two processes may have a description, neither releases its lock except by closing it.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use super::{ByteLock, ImageLock, unset};
 use crate::sync::{Mutex, MutexGuard};
 
-/// The image locks of one server. Clones are the same set.
+/// The image locks of one server, or of one of its disks ([`LockSet::part`]). Clones are the same set.
 #[derive(Clone, Debug, Default)]
 pub struct LockSet {
     shared: Arc<Shared>,
@@ -26,6 +27,8 @@ pub struct LockSet {
 
 #[derive(Debug, Default)]
 struct Shared {
+    /// The set that this one is a part of.
+    whole: Option<LockSet>,
     /// Another process has these descriptions too, or may have.
     is_shared: AtomicBool,
     locks: Mutex<Locks>,
@@ -33,8 +36,10 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Locks {
-    /// Descriptions from another process, not used so far.
+    /// Descriptions from another process, or held over, not used so far.
     inherited: Vec<OwnedFd>,
+    /// Those of locks that stay held over when they are dropped.
+    held_over: Vec<Weak<OwnedFd>>,
     /// Descriptions of locks that are, or were, held, with their ranges.
     held: Vec<(Weak<OwnedFd>, Vec<ByteLock>)>,
 }
@@ -52,15 +57,29 @@ impl LockSet {
     pub fn inherit(descriptors: Vec<OwnedFd>) -> Self {
         let locks = Locks {
             inherited: descriptors,
-            held: Vec::new(),
+            ..Locks::default()
         };
         let shared = Arc::new(Shared {
+            whole: None,
             is_shared: true.into(),
             locks: Mutex::new(locks),
         });
         Self {
             shared,
             at_once: false,
+        }
+    }
+
+    /// Returns a set of the locks of one disk, which are among those of this set, too.
+    #[must_use]
+    pub fn part(&self) -> Self {
+        let shared = Arc::new(Shared {
+            whole: Some(self.clone()),
+            ..Shared::default()
+        });
+        Self {
+            shared,
+            at_once: self.at_once,
         }
     }
 
@@ -89,6 +108,31 @@ impl LockSet {
         self.shared.is_shared.store(true, Ordering::Release);
     }
 
+    /// Holds the locks of a disk, which are these, over the time in which its `files` are closed and opened again: those that are
+    /// dropped stay held, for whoever locks the files next as a part of this set. [`LockSet::keep`] ends that.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such file, or it is not one that is locked; if the process has no descriptor left. Nothing is held over then that
+    /// was not before.
+    pub fn hold_over(&self, files: &[PathBuf]) -> io::Result<()> {
+        let mut locks = self.locks();
+        let held: Vec<_> = locks.held.iter().filter_map(|(fd, _)| fd.upgrade()).collect();
+        let found: Vec<_> = held.iter().map(|fd| identity(fd.as_fd())).collect();
+        for path in files {
+            let file = fs::metadata(path)?;
+            if !found.contains(&Some((file.dev(), file.ino()))) {
+                let problem = format!("{} is another file than the one that is locked", path.display());
+                return Err(io::Error::new(io::ErrorKind::NotFound, problem));
+            }
+        }
+        let copies = held.iter().map(|fd| fd.try_clone());
+        let copies = copies.collect::<io::Result<Vec<_>>>()?;
+        locks.inherited.extend(copies);
+        locks.held_over.extend(held.iter().map(Arc::downgrade));
+        Ok(())
+    }
+
     /// Makes the locks this process's alone: a dropped lock is released again. Closes unused inherited descriptions,
     /// and releases ranges that the other process had locked beyond those needed. The caller must ensure that no
     /// other process relies on the locks any more.
@@ -96,6 +140,7 @@ impl LockSet {
         self.shared.is_shared.store(false, Ordering::Release);
         let mut locks = self.locks();
         locks.inherited.clear();
+        locks.held_over.clear();
         for (fd, ranges) in &locks.held {
             let Some(fd) = fd.upgrade() else { continue };
             for range in outside(ranges) {
@@ -113,11 +158,25 @@ impl LockSet {
 
     /// Returns true if a lock that is dropped stays with another process.
     pub(super) fn is_shared(&self) -> bool {
-        self.shared.is_shared.load(Ordering::Acquire)
+        self.shared.is_shared.load(Ordering::Acquire) || self.whole().is_some_and(Self::is_shared)
     }
 
-    /// Takes an inherited description of the file behind `fd` out of the set.
+    fn whole(&self) -> Option<&Self> {
+        self.shared.whole.as_ref()
+    }
+
+    /// Returns true if a lock on this description stays when it is dropped.
+    pub(super) fn stays(&self, fd: &Arc<OwnedFd>) -> bool {
+        let is_held_over = |held: &Weak<OwnedFd>| std::ptr::eq(held.as_ptr(), Arc::as_ptr(fd));
+        self.is_shared() || self.locks().held_over.iter().any(is_held_over)
+    }
+
+    /// Takes an inherited description of the file behind `fd` out of the set, or out of the one that it is a part of.
     pub(super) fn take_inherited(&self, fd: BorrowedFd<'_>) -> Option<OwnedFd> {
+        self.take_own(fd).or_else(|| self.whole()?.take_inherited(fd))
+    }
+
+    fn take_own(&self, fd: BorrowedFd<'_>) -> Option<OwnedFd> {
         let mut locks = self.locks();
         if locks.inherited.is_empty() {
             return None;
@@ -135,6 +194,10 @@ impl LockSet {
         let mut locks = self.locks();
         locks.held.retain(|(fd, _)| fd.strong_count() > 0);
         locks.held.push((Arc::downgrade(&lock.fd), lock.held.clone()));
+        drop(locks);
+        if let Some(whole) = self.whole() {
+            whole.add(lock);
+        }
     }
 
     fn locks(&self) -> MutexGuard<'_, Locks> {
@@ -170,7 +233,7 @@ fn outside(ranges: &[ByteLock]) -> Vec<ByteLock> {
 mod tests {
     use super::super::{LockError, LockGranularity, LockMode};
     use super::*;
-    use std::path::{Path, PathBuf};
+    use std::path::Path;
 
     struct World {
         folder: tempfile::TempDir,
@@ -239,6 +302,82 @@ mod tests {
             let third = LockSet::inherit(passed);
             let held = world.lock(&third, how).expect("it was handed over");
             third.keep();
+            drop(held);
+            assert!(world.is_free(), "{how:?}: dropped, it is given back");
+        }
+    }
+
+    #[test]
+    fn lock_held_over_has_no_gap_while_its_file_is_opened_again() {
+        for how in WAYS {
+            let world = World::new();
+            let set = LockSet::default().part();
+            let held = world.lock(&set, how).expect("nobody has it");
+            set.hold_over(&[world.path()]).expect("descriptors");
+            drop(held);
+            assert!(!world.is_free(), "{how:?}: it is held over");
+            let again = world.lock(&set, how).expect("it was held over");
+            set.keep();
+            assert!(!world.is_free(), "{how:?}");
+            drop(again);
+            assert!(world.is_free(), "{how:?}: dropped, it is given back");
+            // Nobody locks it again.
+            let held = world.lock(&set, how).expect("nobody has it");
+            set.hold_over(&[world.path()]).expect("descriptors");
+            drop(held);
+            set.keep();
+            assert!(world.is_free(), "{how:?}: nobody wanted it");
+            set.hold_over(&[world.folder.path().join("none")])
+                .expect_err("there is no such file");
+            let held = world.lock(&set, how).expect("nobody has it");
+            std::fs::rename(world.path(), world.folder.path().join("aside")).expect("renamed");
+            std::fs::write(world.path(), "another").expect("a file");
+            let refused = set.hold_over(&[world.path()]).expect_err("it is another file");
+            let said = refused.to_string();
+            assert!(
+                said.contains("is another file than the one that is locked"),
+                "{said}"
+            );
+            drop(held);
+        }
+    }
+
+    /// Two disks have the same backing file. One of them is opened again, and then the other one ends.
+    #[test]
+    fn lock_held_over_is_not_that_of_another_disk() {
+        for how in [WAYS[2], WAYS[3]] {
+            let world = World::new();
+            let all = LockSet::default();
+            let (one, other) = (all.part(), all.part());
+            let others = world.lock(&other, how).expect("a reader");
+            let held = world.lock(&one, how).expect("another reader");
+            one.hold_over(&[world.path()]).expect("descriptors");
+            drop(held);
+            let again = world.lock(&one, how).expect("it was held over");
+            one.keep();
+            drop(others);
+            assert!(!world.is_free(), "{how:?}: the one that was opened again has it");
+            assert_eq!(all.descriptors().expect("descriptors").len(), 1);
+            drop(again);
+            assert!(world.is_free(), "{how:?}");
+        }
+    }
+
+    #[test]
+    fn part_takes_what_the_whole_has_inherited() {
+        for how in WAYS {
+            let world = World::new();
+            let old = LockSet::default();
+            let held = world.lock(&old.part(), how).expect("nobody has it");
+            let passed = old.descriptors().expect("descriptors");
+            assert_eq!(passed.len(), 1);
+            old.leave();
+            drop(held);
+            assert!(!world.is_free(), "{how:?}: it is on its way");
+            let new = LockSet::inherit(passed);
+            let held = world.lock(&new.part(), how).expect("it was handed over");
+            new.keep();
+            assert!(!world.is_free(), "{how:?}");
             drop(held);
             assert!(world.is_free(), "{how:?}: dropped, it is given back");
         }
