@@ -55,11 +55,11 @@ pub struct Seat {
 
 type Session = session::Session<Arc<VhostUserServer>, Arc<UnixListener>>;
 
-/// A disk that comes, or one that is to go and whoever waits for that.
+/// A disk that comes, or one that is to go or to pause, and whoever waits for that.
 #[derive(Debug)]
 enum Wish {
     Enter(u64, Seat),
-    Leave(u64, mpsc::Sender<()>),
+    Leave(u64, mpsc::Sender<Option<PausedClient>>),
 }
 
 /// Sessions that a thread is to talk in, those that come back, and wishes.
@@ -118,7 +118,7 @@ struct Place {
 #[derive(Default)]
 struct Guests<'a> {
     places: BTreeMap<u64, Place>,
-    leaving: Vec<(u64, mpsc::Sender<()>)>,
+    leaving: Vec<(u64, mpsc::Sender<Option<PausedClient>>)>,
     ended: Vec<(u64, Option<PausedClient>)>,
     failed: Option<&'a mut dyn FnMut(u64, ServeError)>,
 }
@@ -139,18 +139,22 @@ impl Guests<'_> {
             .leaving
             .extract_if(.., |(leaving, _)| *leaving == disk)
             .collect();
-        match result {
-            Ok(client) if left.is_empty() => self.ended.push((disk, client)),
-            Ok(_) => {}
+        let mut client = match result {
+            Ok(client) if left.is_empty() => {
+                self.ended.push((disk, client));
+                return;
+            }
+            Ok(client) => client,
             Err(error) => {
                 if let Some(failed) = &mut self.failed {
                     failed(disk, error);
                 }
+                None
             }
-        }
+        };
         for (_, waiter) in left {
-            // Nobody may wait any more.
-            waiter.send(()).unwrap_or_default();
+            // Nobody may wait any more; a client is disconnected then.
+            waiter.send(client.take()).unwrap_or_default();
         }
     }
 }
@@ -185,11 +189,27 @@ impl Reception {
 
     /// Has a disk served no longer: its client is disconnected, what it asked for is finished and published, and its server is
     /// let go of. Returns what receives a message then; or the end of its sender, if nobody serves.
-    pub fn leave(&self, disk: u64) -> mpsc::Receiver<()> {
+    pub fn leave(&self, disk: u64) -> mpsc::Receiver<Option<PausedClient>> {
+        self.wish_to_leave(disk, StopToken::leave)
+    }
+
+    /// As [`Reception::leave`], for a disk that is to [come back](Reception::enter) with its client, who notices nothing: its queues
+    /// have drained, and it is in the message. One that is in the middle of a message of its own may end that, until
+    /// [`Reception::interrupt`].
+    pub fn pause(&self, disk: u64) -> mpsc::Receiver<Option<PausedClient>> {
+        self.wish_to_leave(disk, StopToken::pause_disk)
+    }
+
+    /// Disconnects the client of a disk that is to pause, if it is in the middle of a message.
+    pub fn interrupt(&self, disk: u64) {
+        self.stop.interrupt(disk);
+    }
+
+    fn wish_to_leave(&self, disk: u64, ask: fn(&StopToken, u64)) -> mpsc::Receiver<Option<PausedClient>> {
         let (done, left) = mpsc::channel();
         let mut desk = self.desk();
         if !desk.closed {
-            self.stop.leave(disk);
+            ask(&self.stop, disk);
             desk.wishes.push(Wish::Leave(disk, done));
         }
         drop(desk);
@@ -378,7 +398,7 @@ impl Reception {
                     if let Some(place) = guests.places.get_mut(&disk) {
                         place.session = Some(session);
                     }
-                    if is_called || self.stop.ends(disk) {
+                    if is_called || self.stop.ends(disk) || self.stop.pauses(disk) {
                         self.pass_on(disk, guests);
                     } else {
                         self.watch_or_pass_on(disk, guests);

@@ -254,6 +254,61 @@ fn disks_come_and_go_beside_others() {
     );
 }
 
+/// One disk pauses again and again while its client works and others do, and goes on with that client.
+#[test]
+fn disk_pauses_alone_and_goes_on_with_its_client() {
+    let _alone = ALONE.lock();
+    let (house, served) = House::of(3);
+    let (server, listener) = (Arc::clone(&served[1].0), Arc::clone(&served[1].1));
+    let seat = |client| Seat {
+        server: Arc::clone(&server),
+        listener: Arc::clone(&listener),
+        client,
+    };
+    let patience = Duration::from_secs(20);
+    let serving = house.serve(served);
+    let mut stays = house.connect(0);
+    // Nobody is connected yet.
+    let client = house
+        .reception
+        .pause(1)
+        .recv_timeout(patience)
+        .expect("it pauses");
+    assert!(client.is_none());
+    house.reception.enter(1, seat(client));
+    let mut works = house.connect(1);
+    for round in 0..8 {
+        use_disk(&mut works, round);
+        let paused = house.reception.pause(1);
+        let client = paused.recv_timeout(patience).expect("it pauses");
+        assert!(client.is_some(), "its client is kept");
+        use_disk(&mut stays, round);
+        house.reception.enter(1, seat(client));
+        use_disk(&mut works, round + 1);
+    }
+    // One in the middle of a message is waited for, and disconnected when there is no patience left.
+    drop(works);
+    let mut slow = UnixStream::connect(house.path(1)).expect("a connection");
+    slow.write_all(&[1, 0, 0, 0, 1]).expect("half a header");
+    // It is read after it was accepted.
+    let paused = loop {
+        let paused = house.reception.pause(1);
+        match paused.recv_timeout(Duration::from_millis(200)) {
+            Ok(client) => house.reception.enter(1, seat(client)),
+            Err(_) => break paused,
+        }
+    };
+    use_disk(&mut stays, 77);
+    house.reception.interrupt(1);
+    assert!(paused.recv_timeout(patience).expect("it pauses").is_none());
+    house.reception.enter(1, seat(None));
+    use_disk(&mut house.connect(1), 78);
+    house.stop.stop();
+    let served = serving.join().expect("no panic");
+    assert_eq!(served.len(), 3);
+    assert!(house.reception.pause(0).recv().is_err(), "nobody serves");
+}
+
 /// Disks of which one, whose worker has ended, is given up when its client asks for something, or when a worker says so; the
 /// others do not notice.
 fn disk_fails_alone(says_so: bool) {

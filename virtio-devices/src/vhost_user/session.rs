@@ -47,6 +47,7 @@ pub(super) struct Session<S, L> {
 
 /// A connected client.
 struct Client {
+    disk: u64,
     messages: BackendReqHandler<Mutex<Backend>>,
     backend: Arc<Mutex<Backend>>,
     guard: ConnectionGuard,
@@ -75,8 +76,6 @@ enum Turn {
     On,
     /// The client has gone, or is to go.
     Gone(MessageError),
-    /// The server was asked to pause.
-    Paused,
 }
 
 impl<S: Deref<Target = VhostUserServer>, L> fmt::Debug for Session<S, L> {
@@ -140,12 +139,11 @@ where
     pub(super) fn talk(&mut self, linger: Option<Duration>) -> Result<Pause, ServeError> {
         loop {
             let Some(client) = &mut self.client else {
-                if self.stop.is_called() || self.stop.ends(self.disk) {
-                    return Ok(if self.stop.is_paused() {
-                        Pause::Paused(None)
-                    } else {
-                        Pause::Stopped
-                    });
+                if self.stop.pauses(self.disk) {
+                    return Ok(Pause::Paused(None));
+                }
+                if self.stop.ends(self.disk) {
+                    return Ok(Pause::Stopped);
                 }
                 let watched = [Some(self.listener.as_fd()), Some(self.stop.event())];
                 match event::wait_any(watched, linger).map_err(ServeError::Accept)? {
@@ -157,21 +155,21 @@ where
                 }
                 continue;
             };
+            if self.stop.pauses(self.disk) {
+                let client = self.client.take().map(Client::pause).transpose()?;
+                return Ok(Pause::Paused(client));
+            }
             match client.turn(&self.server, &self.listener, &self.stop, linger) {
                 Turn::On => {}
                 Turn::Idle => return Ok(Pause::Idle),
                 Turn::Gone(why) => self.end(&why)?,
-                Turn::Paused => {
-                    let client = self.client.take().map(Client::pause).transpose()?;
-                    return Ok(Pause::Paused(client));
-                }
             }
         }
     }
 
     /// Accepts a client.
     fn accept(&mut self) -> Result<(), ServeError> {
-        if self.stop.is_called() || self.stop.ends(self.disk) {
+        if self.stop.pauses(self.disk) || self.stop.ends(self.disk) {
             return Ok(());
         }
         let server = &*self.server;
@@ -216,6 +214,7 @@ where
         match watched {
             Ok((guard, connection)) => {
                 self.client = Some(Client {
+                    disk: self.disk,
                     messages,
                     backend,
                     guard,
@@ -276,7 +275,7 @@ impl Client {
             .map(|at| at.saturating_duration_since(Instant::now()));
         let due = try_again.into_iter().chain(report).min();
         match event::wait_any(watched, due.or(linger)) {
-            Ok(_) if stop.is_paused() => return Turn::Paused,
+            Ok(_) if stop.pauses(self.disk) => return Turn::On,
             Ok([true, ..]) => {}
             Ok([false, ..]) if stop.is_stopped() => return Turn::Gone(MessageError::Disconnected),
             Ok([false, _, true]) => {

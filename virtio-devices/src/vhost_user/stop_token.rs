@@ -27,6 +27,8 @@ struct State {
     connections: Vec<Watched>,
     /// Disks that are to be served no longer, while others are.
     leaving: Vec<u64>,
+    /// Those that are to pause alone.
+    pausing: Vec<u64>,
 }
 
 /// A connection that is served.
@@ -129,6 +131,30 @@ impl StopToken {
         state.paused && !state.stopped
     }
 
+    /// Asks one disk alone to pause, as [`StopToken::pause`] asks all, and does not wait for that. What it is to be seen by has to be
+    /// woken by the caller.
+    pub(super) fn pause_disk(&self, disk: u64) {
+        self.inner.state.lock().pausing.push(disk);
+    }
+
+    /// Disconnects the client of this disk if it is in the middle of a message.
+    pub(super) fn interrupt(&self, disk: u64) {
+        let state = self.inner.state.lock();
+        let reading = |watched: &&Watched| watched.disk == disk && watched.reading;
+        state
+            .connections
+            .iter()
+            .filter(reading)
+            .for_each(Watched::shut_down);
+    }
+
+    /// Returns true if this disk was asked to pause, alone or with all others, and not to stop.
+    pub(super) fn pauses(&self, disk: u64) -> bool {
+        let state = self.inner.state.lock();
+        let ends = state.stopped || state.leaving.contains(&disk);
+        !ends && (state.paused || state.pausing.contains(&disk))
+    }
+
     /// Returns true if it was asked to stop or to pause.
     pub(super) fn is_called(&self) -> bool {
         let state = self.inner.state.lock();
@@ -143,9 +169,11 @@ impl StopToken {
         connections.for_each(Watched::shut_down);
     }
 
-    /// The disk has stopped; another one may have its number.
+    /// The disk is served no longer; another one may have its number.
     pub(super) fn has_left(&self, disk: u64) {
-        self.inner.state.lock().leaving.retain(|leaving| *leaving != disk);
+        let mut state = self.inner.state.lock();
+        state.leaving.retain(|leaving| *leaving != disk);
+        state.pausing.retain(|pausing| *pausing != disk);
     }
 
     /// Returns true if this disk was asked to stop, alone or with all others.
