@@ -4,9 +4,9 @@
 #   run-tests.sh FIRST… -- ASIDE… -- BUILD… -- BESIDE…
 #
 # Each word is a target of the Makefile. FIRST are made in this order, then BUILD, then the tests are built; ASIDE are made beside
-# both builds, as they mostly wait for the network. The first that fails ends the run. Then the tests of the lab begin, whose
-# guests wait now and then, and use one CPU or two; beside them BESIDE are made, with what the guests leave of the CPUs, and then the
-# tests of the other packages run, those of the engine and the rest side by side: neither keeps two CPUs busy. The summary gives the
+# both builds, as they mostly wait for the network. The first that fails ends the run. Then the tests of the lab run, whose
+# guests wait now and then, and use one CPU or two, and after them those of the other packages, the engine's and the rest side by side:
+# neither keeps two CPUs busy. Beside all of them BESIDE are made, with what the tests leave of the CPUs. The summary gives the
 # time of each of them and what of the CPUs it took, the time of all together, of each suite, and of the slowest tests.
 #
 # Nothing may be skipped in silence: a test that meets a machine without what it needs fails, and says
@@ -94,28 +94,32 @@ timed tests-build cargo_test --no-run
 ended "$first" || { cat "$logs/aside"; exit 1; }
 cat "$logs/aside"
 
+# Makes the targets with what the tests leave of the CPUs. All of them, whatever fails; their output is kept.
+make_beside() {
+    for step; do
+        timed "$step" nice make --no-print-directory "$step" > >(tee "$logs/output-$step") 2>&1 || echo "$step" >>"$logs/failed"
+    done
+}
+
 status=0
-echo "The tests of the lab have begun; what they say follows when all of them have ended."
+: >"$logs/failed"
+echo "The tests have begun; what they say follows when all of them have ended."
 aside timed lab-tests part lab --tests >"$logs/lab"
 lab=$aside
-failed=()
-for step in ${groups[3]}; do
-    # A process of its own, or the guests' CPU time would be that of the step in which the lab's tests end.
-    (timed "$step" nice make --no-print-directory "$step") > >(tee "$logs/output-$step") 2>&1 || failed+=("$step")
-done
+# shellcheck disable=SC2086 # a list
+aside make_beside ${groups[3]}
+made=$aside
+ended "$lab" || status=1
 aside timed engine-tests part engine --lib --bins --tests >"$logs/engine"
 engine=$aside
-(timed other-tests part others) | tee "$logs/others" || status=1
-for name in engine lab; do
-    ended "${!name}" || status=1
-    cat "$logs/$name"
-done
-cat "$logs/others" "$logs/engine" "$logs/lab" >"$logs/all"
+timed other-tests part others >"$logs/others" || status=1
+for group in "$engine" "$made"; do ended "$group" || status=1; done
+cat "$logs/others" "$logs/engine" "$logs/lab" | tee "$logs/all"
 echo "all $(($(date +%s) - start))" >>"$steps"
 tests/summary.sh "$logs/all" "$steps" || status=1
-for step in "${failed[@]}"; do
+while read -r step; do
     echo "!!! step '$step' failed; the end of what it said:"
     tail -n 40 "$logs/output-$step"
     status=1
-done
+done <"$logs/failed"
 exit "$status"
