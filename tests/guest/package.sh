@@ -45,6 +45,19 @@ inside stat -c 'socket %a' /run/ringdisk/vm.sock
 ended "controlled" inside ringdisk ctl --socket /run/ringdisk/vm.control info --json
 dd if=/dev/urandom of=/dev/ublkb3 bs=1M count=8 oflag=direct status=none && echo "written 0"
 
+# A server of a file, which changes.
+two_disks() { printf '[[disk]]\nsocket = "/srv/%s.sock"\npath = "/srv/%s.qcow2"\n' c c d d; }
+for image in c d; do ringdisk image create /srv/$image.qcow2 64M >/dev/null; done
+{ echo 'images = "/srv"'; two_disks | head -n 3; } >/etc/ringdisk/serve/vms.toml
+ended "started ringdisk-serve@vms" inside systemctl start ringdisk-serve@vms
+two_disks | tail -n 3 >>/etc/ringdisk/serve/vms.toml
+ended "reloaded ringdisk-serve@vms" inside systemctl reload ringdisk-serve@vms
+soon 20 test -S /srv/d.sock && echo "followed"
+echo 'readonly = 7' >>/etc/ringdisk/serve/vms.toml
+inside systemctl reload ringdisk-serve@vms || echo "refused"
+ended "stopped ringdisk-serve@vms" inside systemctl stop ringdisk-serve@vms
+[ ! -e /srv/c.sock ] && [ ! -e /srv/d.sock ] && echo "gone"
+
 # An upgrade leaves servers alone, and a reload hands over to the new version.
 running="$(main ringdisk-vhost-user@vm) $(main ringdisk-ublk@data)"
 quietly inside dpkg --install /mnt/ringdisk_*.deb
@@ -58,7 +71,7 @@ for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
     ended "stopped $unit" inside systemctl stop $unit
     echo "state $unit $(inside systemctl show --property ActiveState,Result --value $unit | tr '\n' ' ')"
 done
-for image in a b; do qemu-img check -q /srv/$image.qcow2 && echo "flawless $image"; done
+for image in a b c d; do qemu-img check -q /srv/$image.qcow2 && echo "flawless $image"; done
 
 quietly dpkg --purge ringdisk
 find / -xdev -path /srv -prune -o -path /tmp -prune -o -name '*ringdisk*' -print | grep -v '^/run/lab\|/var/log' | sed 's/^/left /'

@@ -98,6 +98,12 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
         }
         has(&format!("state {unit} success inactive "));
     }
+    for done in ["started", "reloaded", "stopped"] {
+        has(&format!("{done} ringdisk-serve@vms 0"));
+    }
+    for said in ["followed", "refused", "gone", "flawless c", "flawless d"] {
+        has(said);
+    }
     has("socket 660");
     let controlled = outcome.value("controlled ").unwrap_or_default();
     assert!(

@@ -2,9 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::Write;
-use std::os::fd::RawFd;
 use std::path::Path;
-use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -12,13 +10,9 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
-use crate::socket::Access;
 use crate::ublk::arguments::UblkCommand;
-use crate::vhost_user::Place;
-use crate::{
-    background, ctl, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk,
-    vhost_user,
-};
+use crate::vhost_user::arguments::{ServeArguments, VhostUserArguments};
+use crate::{ctl, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
@@ -49,6 +43,12 @@ enum Command {
     /// with 0; a second signal does not wait for requests in flight.
     #[command(after_help = keys_help())]
     VhostUser(VhostUserArguments),
+    /// Serve disks to virtual machines as a configuration file says, and follow its changes
+    ///
+    /// The file (TOML) has the options of `ringdisk vhost-user`, and its disks. SIGHUP has it read again: disks are added, removed and
+    /// changed while the others are served. SIGTERM and SIGINT end the server as they end `ringdisk vhost-user`.
+    #[command(after_help = keys_help())]
+    Serve(ServeArguments),
     /// Run a virtual machine on KVM with disks served in the same process
     ///
     /// On a terminal every key goes to the guest; press ^A x to end the machine. The guest's power-off, SIGTERM, SIGINT,
@@ -69,85 +69,6 @@ enum Command {
     /// Create, describe, check and repair images
     #[command(subcommand, disable_help_subcommand = true)]
     Image(image::ImageCommand),
-}
-
-#[derive(Args, Debug)]
-struct VhostUserArguments {
-    /// Unix socket to listen on; one for each --disk, in the same order
-    ///
-    /// Without --socket and --fd, the sockets are those that a service manager passes (LISTEN_FDS).
-    #[arg(long, num_args = 1.., value_name = "PATH", conflicts_with = "fd")]
-    socket: Vec<std::path::PathBuf>,
-    /// Descriptor of a listening Unix socket, instead of --socket; one for each --disk, in the same order
-    ///
-    /// The file of the socket is left alone.
-    #[arg(long, num_args = 1.., value_name = "NUMBER")]
-    fd: Vec<std::os::fd::RawFd>,
-    /// Mode of the sockets, in octal [default: 600, or 660 with --socket-group]
-    #[arg(long, value_name = "MODE")]
-    socket_mode: Option<String>,
-    /// Group of the sockets, a name or number, whose users may then connect
-    #[arg(long, value_name = "GROUP")]
-    socket_group: Option<String>,
-    /// Disk: path=FILE and other key=value pairs
-    #[arg(long, required_unless_present = "images", num_args = 1.., value_name = "KEY=VALUE,...")]
-    disk: Vec<String>,
-    /// Folder whose images `ringdisk ctl disk-add` may add as further disks, and where it may create their sockets
-    ///
-    /// The sandbox lets the server open all files there, at any depth. Without the sandbox any image can be added.
-    #[arg(long, num_args = 1.., value_name = "FOLDER", requires = "control")]
-    images: Vec<std::path::PathBuf>,
-    /// Rate limits that several disks share: id=NAME with the bw_... and ops_... keys of --disk. A disk joins with
-    /// rate_limit_group=NAME
-    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
-    rate_limit_group: Vec<String>,
-    /// Number of worker threads that the queues of all disks share, and the CPUs they run on: 4, 3@0-2 or 2@node0 2@node1
-    ///
-    /// For many disks, most of which are idle. By default each queue has a worker of its own, which is the fastest.
-    #[arg(long, num_args = 1.., value_name = "NUMBER[@CPUS]")]
-    workers: Vec<vhost_user::SharedWorkers>,
-    /// Let guests continue with a new server if this one is killed
-    ///
-    /// Requests in flight are recorded in memory of the client, which must support inflight tracking and reconnect. A write
-    /// is answered only when its mapping is in the image, so allocating writes wait for a flush. Overwrites and reads
-    /// cost nothing extra.
-    #[arg(long)]
-    restartable: bool,
-    /// Take over from the server that serves exactly these sockets
-    ///
-    /// That server closes its images, hands over its sockets and its clients' connections, and exits. If the new server
-    /// cannot take over, the old one continues.
-    #[arg(long)]
-    takeover: bool,
-    /// Expect guests that migrate from another server of the same images
-    ///
-    /// Each image is opened when its guest begins to run here, and the other server has released it. Until then only its size and
-    /// kind are looked at.
-    #[arg(long, conflicts_with = "takeover")]
-    incoming: bool,
-    /// Control socket to create, for `ringdisk ctl`
-    #[arg(long, value_name = "SOCKET")]
-    control: Option<std::path::PathBuf>,
-    /// Serve statistics for Prometheus at this address: unix:PATH, or 127.0.0.1:PORT
-    #[arg(long, value_name = "ADDRESS")]
-    metrics: Option<metrics::Address>,
-    /// Tell the service manager (NOTIFY_SOCKET) at least twice in this many seconds that all workers work
-    ///
-    /// Without it as often as the manager asks for (WATCHDOG_USEC), which it does not ask a server that takes over.
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=86400))]
-    watchdog: Option<u32>,
-    /// Write the process id to this file when clients can connect; it is removed at the end
-    #[arg(long, value_name = "FILE")]
-    pidfile: Option<std::path::PathBuf>,
-    /// Drop every privilege that serving does not need, before the first client connects
-    #[arg(long, value_name = "on|off", default_value = "on", value_parser = ["on", "off"])]
-    sandbox: String,
-    /// Continue in the background as soon as clients can connect; exits with 0 if they can
-    #[arg(long)]
-    daemonize: bool,
-    /// Given once to the intermediate process of --daemonize, twice to the process that stays.
-    #[arg(long, hide = true, action = clap::ArgAction::Count)]
-    detached: u8,
 }
 
 #[derive(Args, Debug)]
@@ -237,33 +158,8 @@ fn dispatch(arguments: Arguments) -> Result<u8, CommandFailure> {
     logging::start(arguments.log.as_deref())?;
     limits::survive_file_size_limits();
     match arguments.command {
-        Command::VhostUser(arguments) => {
-            if arguments.detached == 1 {
-                return background::pass_on();
-            }
-            let disks = served_disks(&arguments, &socket::inherited::descriptors())?;
-            if arguments.daemonize {
-                return background::start();
-            }
-            let options = vhost_user::Options {
-                restartable: arguments.restartable,
-                takeover: arguments.takeover,
-                incoming: arguments.incoming,
-                watchdog: arguments
-                    .watchdog
-                    .map(|seconds| Duration::from_secs(seconds.into())),
-                sandbox: arguments.sandbox == "on",
-                detached: arguments.detached > 0,
-                access: access(&arguments)?,
-            };
-            let places = vhost_user::Places {
-                control: arguments.control.as_deref(),
-                metrics: arguments.metrics.as_ref(),
-                pid_file: arguments.pidfile.as_deref(),
-                images: &arguments.images,
-            };
-            vhost_user::run(disks, places, &arguments.workers, options)
-        }
+        Command::VhostUser(arguments) => arguments.run(),
+        Command::Serve(arguments) => arguments.run(),
         Command::Ctl(arguments) => ctl::run(arguments),
         Command::Run(arguments) => machine_run::run(&run_config(arguments)?),
         Command::Io(arguments) => io::run(io_disk(&arguments)?, arguments.queues, &arguments.commands),
@@ -287,7 +183,9 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
         Err(error) => return Err(usage(&error)),
     };
     match parsed.command {
-        Command::VhostUser(arguments) => served_disks(&arguments, &[]).map(drop),
+        Command::VhostUser(arguments) => arguments.wanted(&[]).map(drop),
+        // The file may be elsewhere.
+        Command::Serve(_) => Ok(()),
         Command::Ctl(arguments) => ctl::check(arguments),
         Command::Run(arguments) => run_config(arguments).map(drop),
         Command::Io(arguments) => io_disk(&arguments).map(drop),
@@ -297,92 +195,6 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
         }
         Command::Ublk(_) | Command::Image(_) => Ok(()),
     }
-}
-
-/// Returns the disks of `ringdisk vhost-user`, each with its socket; `passed` are the descriptors from a service manager.
-fn served_disks(
-    arguments: &VhostUserArguments,
-    passed: &[RawFd],
-) -> Result<vhost_user::Disks, CommandFailure> {
-    let groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
-    let disks = own_disks(&arguments.disk, &groups)?;
-    // Those that are added later may join.
-    if arguments.images.is_empty() {
-        groups.check_joined()?;
-    }
-    access(arguments)?;
-    let (places, option) = places(arguments, passed)?;
-    if places.len() != disks.len() {
-        return Err(CommandFailure::Usage(format!(
-            "{} {option} for {} --disk; each disk needs its own socket",
-            places.len(),
-            disks.len()
-        )));
-    }
-    if !arguments.workers.is_empty()
-        && let Some(obstacle) = disks.iter().find_map(vhost_user::workers::obstacle)
-    {
-        return Err(CommandFailure::Usage(obstacle));
-    }
-    let sockets = arguments.socket.iter().chain(&arguments.control);
-    sockets.clone().try_for_each(|path| check_socket(path))?;
-    once::check_sockets(&sockets.cloned().collect::<Vec<_>>())?;
-    for (given, option) in [
-        (arguments.restartable, "--restartable"),
-        (arguments.takeover, "--takeover"),
-        (arguments.incoming, "--incoming"),
-    ] {
-        if given {
-            disks
-                .iter()
-                .try_for_each(|disk| disk.may_outlive_process(option))?;
-        }
-    }
-    Ok(vhost_user::Disks {
-        served: places.into_iter().zip(disks).collect(),
-        groups,
-    })
-}
-
-/// Returns the sockets of `ringdisk vhost-user`, and how they were given.
-fn places(
-    arguments: &VhostUserArguments,
-    passed: &[RawFd],
-) -> Result<(Vec<Place>, &'static str), CommandFailure> {
-    let descriptors = |given: &[RawFd]| given.iter().copied().map(Place::Descriptor).collect();
-    if !arguments.fd.is_empty() {
-        return Ok((descriptors(&arguments.fd), "--fd"));
-    }
-    if !arguments.socket.is_empty() {
-        let places = arguments.socket.iter().cloned().map(Place::Path).collect();
-        return Ok((places, "--socket"));
-    }
-    if passed.is_empty() && arguments.disk.is_empty() {
-        return Ok((Vec::new(), "--socket"));
-    }
-    if passed.is_empty() {
-        let wanted = "--socket is missing; expected a path for each --disk, --fd, or sockets of a service manager (LISTEN_FDS)";
-        return Err(CommandFailure::Usage(wanted.to_owned()));
-    }
-    if arguments.daemonize {
-        let wrong = "--daemonize with sockets of a service manager (LISTEN_FDS), which are for this process only; expected one of them";
-        return Err(CommandFailure::Usage(wrong.to_owned()));
-    }
-    Ok((descriptors(passed), "sockets in LISTEN_FDS"))
-}
-
-/// Returns who may connect to the sockets of `ringdisk vhost-user`.
-fn access(arguments: &VhostUserArguments) -> Result<Access, CommandFailure> {
-    let (mode, group) = (
-        arguments.socket_mode.as_deref(),
-        arguments.socket_group.as_deref(),
-    );
-    if let (Some(_), [first, ..]) = (mode.or(group), &arguments.fd[..]) {
-        return Err(CommandFailure::Usage(format!(
-            "--socket-mode and --socket-group with --fd {first}: its file belongs to the process that created it; expected --socket"
-        )));
-    }
-    Access::parse(mode, group).map_err(|error| CommandFailure::Usage(error.to_string()))
 }
 
 fn io_disk(arguments: &IoArguments) -> Result<DiskConfig, CommandFailure> {
@@ -395,7 +207,10 @@ fn io_disk(arguments: &IoArguments) -> Result<DiskConfig, CommandFailure> {
 }
 
 /// Parses the disks of a server, as [`disk_configs`] does; refuses disks that another program serves.
-fn own_disks(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskConfig>, CommandFailure> {
+pub(crate) fn own_disks(
+    disks: &[String],
+    groups: &RateLimitGroups,
+) -> Result<Vec<DiskConfig>, CommandFailure> {
     let disks = disk_configs(disks, groups)?;
     for disk in &disks {
         disk.is_own()?;

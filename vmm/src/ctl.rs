@@ -121,6 +121,10 @@ enum Command {
         /// The disk's id or, without one, its path
         id: String,
     },
+    /// Have a server read its configuration file again (`ringdisk serve`): add, remove and change disks
+    ///
+    /// As SIGHUP does, and prints what came of it. A file with a wrong line changes nothing.
+    Reload,
     /// Create an internal snapshot of a disk, while the guest uses it
     ///
     /// The snapshot has every write that was answered before, durably. The guest's requests to this disk wait for moments
@@ -371,6 +375,7 @@ fn request(command: Command) -> Result<Request, CommandFailure> {
             socket: listen,
         },
         Command::DiskRemove { id } => Request::DiskRemove { id },
+        Command::Reload => Request::Reload {},
         Command::SnapshotCreate { id, name } => Request::SnapshotCreate { id, name },
         Command::SnapshotList { id } => Request::SnapshotList { id },
         Command::SnapshotApply { id, snapshot, force } => Request::SnapshotApply { id, snapshot, force },

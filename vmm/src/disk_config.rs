@@ -16,12 +16,15 @@ use block::throttle::RateLimits;
 use block::worker::WorkerConfig;
 use qcow::{BitmapStorage, SnapshotSelector};
 
-use crate::key_value::{self, SyntaxError};
+use crate::key_value;
 use crate::secret_file::SecretFile;
 
+mod differences;
+mod error;
 mod keys;
 pub(crate) mod rate;
 
+pub use error::DiskConfigError;
 pub use keys::{KEYS, Key, Scope, keys_help, machine_keys_help};
 pub use rate::{GroupMember, RateLimitGroupError, RateLimitGroups};
 
@@ -157,84 +160,6 @@ pub const MAX_POLL_US: u32 = 10_000;
 pub const MIN_L2_CACHE_BYTES: u64 = 64 << 10;
 /// One more than the largest CPU number the kernel's affinity call takes.
 const CPU_LIMIT: usize = 1024;
-
-/// An invalid `--disk`.
-#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
-pub enum DiskConfigError {
-    /// An item is not `key=value`, or a quote or bracket is not closed.
-    #[error("--disk: {0}")]
-    Syntax(SyntaxError),
-    /// No such key.
-    #[error("--disk: unknown key `{key}`{}; --help lists the keys", did_you_mean(*nearest))]
-    UnknownKey {
-        /// The key.
-        key: String,
-        /// A key it resembles.
-        nearest: Option<&'static str>,
-    },
-    /// The key exists, but not for this command.
-    #[error("--disk: `{key}` does not apply here: {place}")]
-    NotHere {
-        /// The key.
-        key: &'static str,
-        /// The scope in which it applies.
-        place: &'static str,
-    },
-    /// The key is there twice.
-    #[error("--disk: `{key}` is given more than once")]
-    Duplicate {
-        /// The key.
-        key: &'static str,
-    },
-    /// The value is not one the key takes.
-    #[error("--disk: `{key}={value}`: {key} takes {takes}")]
-    Value {
-        /// The key.
-        key: &'static str,
-        /// The value, as given.
-        value: String,
-        /// Its permitted values.
-        takes: &'static str,
-    },
-    /// A limit is given by half.
-    #[error("--disk: `{key}` is given without `{missing}`, which takes {takes}")]
-    Incomplete {
-        /// The key that is there.
-        key: &'static str,
-        /// The key that is not.
-        missing: &'static str,
-        /// The permitted values of that key.
-        takes: &'static str,
-    },
-    /// There is no such group.
-    #[error("--disk: `rate_limit_group={id}`: {}", rate::known(known))]
-    UnknownGroup {
-        /// The group.
-        id: String,
-        /// The groups there are.
-        known: Vec<String>,
-    },
-    /// Two keys contradict each other.
-    #[error("--disk: `{key}` contradicts `{other}`: {why}")]
-    Contradiction {
-        /// One key.
-        key: &'static str,
-        /// The other, with its value.
-        other: String,
-        /// The contradiction.
-        why: &'static str,
-    },
-    /// There is no path.
-    #[error("--disk: `path` is missing; it takes {takes}")]
-    NoPath {
-        /// Its permitted values.
-        takes: &'static str,
-    },
-}
-
-fn did_you_mean(nearest: Option<&'static str>) -> String {
-    nearest.map_or_else(String::new, |key| format!(" (did you mean `{key}`?)"))
-}
 
 impl DiskConfig {
     /// A disk at `path` with every option at its default.

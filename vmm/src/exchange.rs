@@ -192,6 +192,7 @@ pub(crate) fn refusal(server: &str, request: &Request) -> String {
         Request::DiskAdd { .. } | Request::DiskRemove { .. } => {
             "its disks are those that it was started with; `ringdisk run` and `vhost-user` add and remove disks"
         }
+        Request::Reload {} => "only `ringdisk serve` has a configuration file",
         Request::HandOver { .. } | Request::PassLocks {} => {
             "only `ringdisk ublk` hands its devices over this way; see --takeover for `ringdisk vhost-user`"
         }

@@ -1,9 +1,10 @@
 //! Refuses command lines that name an image or a socket twice, before anything is opened: later the image's lock or the
 //! socket would refuse the second one, and name this very process as its holder.
 
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::Path;
 
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
@@ -14,24 +15,22 @@ use crate::error::CommandFailure;
 /// # Errors
 ///
 /// [`CommandFailure::Usage`], naming both.
-pub fn check_images(configs: &[DiskConfig]) -> Result<(), CommandFailure> {
-    let mut seen: Vec<((u64, u64), &DiskConfig)> = Vec::new();
-    for config in configs.iter().filter(|config| !config.vhost_user) {
+pub fn check_images<'a>(configs: impl IntoIterator<Item = &'a DiskConfig>) -> Result<(), CommandFailure> {
+    // The first disk of each file stands for all others of it, as either all of them only read or there is none.
+    let mut seen: HashMap<(u64, u64), &DiskConfig> = HashMap::new();
+    for config in configs.into_iter().filter(|config| !config.vhost_user) {
         let Ok(found) = fs::metadata(&config.path) else {
             continue;
         };
         let file = (found.dev(), found.ino());
-        let twice = seen
-            .iter()
-            .find(|(other, before)| *other == file && (before.writes_image() || config.writes_image()));
-        if let Some((_, before)) = twice {
+        let before = seen.entry(file).or_insert(config);
+        if !std::ptr::eq(*before, config) && (before.writes_image() || config.writes_image()) {
             return Err(CommandFailure::Usage(format!(
                 "--disk path={} and --disk path={} are the same file; expected one writer, or readonly=on or overlay=temporary for each",
                 before.path.display(),
                 config.path.display()
             )));
         }
-        seen.push((file, config));
     }
     Ok(())
 }
@@ -41,13 +40,12 @@ pub fn check_images(configs: &[DiskConfig]) -> Result<(), CommandFailure> {
 /// # Errors
 ///
 /// [`CommandFailure::Usage`], naming it.
-pub fn check_sockets(sockets: &[PathBuf]) -> Result<(), CommandFailure> {
-    let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
-    for (index, socket) in sockets.iter().enumerate() {
-        if sockets[..index]
-            .iter()
-            .any(|before| absolute(before) == absolute(socket))
-        {
+pub fn check_sockets(sockets: &[impl AsRef<Path>]) -> Result<(), CommandFailure> {
+    let mut seen = HashSet::new();
+    for socket in sockets {
+        let socket = socket.as_ref();
+        let absolute = std::path::absolute(socket).unwrap_or_else(|_| socket.to_owned());
+        if !seen.insert(absolute) {
             return Err(CommandFailure::Usage(format!(
                 "socket {} is given more than once; each disk needs its own socket",
                 socket.display()
@@ -59,6 +57,8 @@ pub fn check_sockets(sockets: &[PathBuf]) -> Result<(), CommandFailure> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     fn disk(text: String) -> DiskConfig {

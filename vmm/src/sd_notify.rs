@@ -24,6 +24,13 @@ impl Manager {
         self.notify("READY=1");
     }
 
+    /// Says that the server follows another configuration, until [`Manager::ready`]: `RELOADING=1`, with the time that systemd wants.
+    pub(crate) fn reloading(&self) {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        let microseconds = now.tv_sec * 1_000_000 + now.tv_nsec / 1000;
+        self.notify(&format!("RELOADING=1\nMONOTONIC_USEC={microseconds}"));
+    }
+
     /// Says which process the service is: `MAINPID=`. The manager goes by how that one ends.
     pub(crate) fn main(&self, pid: u32) {
         self.notify(&format!("MAINPID={pid}"));
@@ -86,11 +93,21 @@ mod tests {
             teller.main(4711);
             teller.ready();
             teller.works();
-            for message in [&b"MAINPID=4711"[..], b"READY=1", b"WATCHDOG=1"] {
-                let mut bytes = [0; 32];
+            teller.reloading();
+            let receive = || {
+                let mut bytes = [0; 64];
                 let count = manager.recv(&mut bytes).expect("a message");
-                assert_eq!(&bytes[..count], message);
+                String::from_utf8_lossy(&bytes[..count]).into_owned()
+            };
+            for message in ["MAINPID=4711", "READY=1", "WATCHDOG=1"] {
+                assert_eq!(receive(), message);
             }
+            let reloading = receive();
+            let time = reloading.strip_prefix("RELOADING=1\nMONOTONIC_USEC=");
+            assert!(
+                time.is_some_and(|time| time.parse::<u64>().is_ok()),
+                "{reloading}"
+            );
         }
         assert!(connect(OsStr::new("/no/such/socket")).is_err());
     }

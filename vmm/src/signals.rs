@@ -33,9 +33,24 @@ impl StopSignals {
     ///
     /// The error of the system call, which has no reason to fail.
     pub fn block() -> io::Result<Self> {
+        Self::block_all(&[])
+    }
+
+    /// As [`StopSignals::block`], for one to whom SIGHUP means something else than a stop: it is waited for even if it was ignored.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn block_with_reload() -> io::Result<Self> {
+        Self::block_all(&[libc::SIGHUP])
+    }
+
+    /// Blocks those that are not ignored, and those that are `wanted` nevertheless: a signal that is ignored reaches who waits for it
+    /// if it is blocked.
+    fn block_all(wanted: &[libc::c_int]) -> io::Result<Self> {
         let mut signals = Vec::new();
         for signal in STOP {
-            if !is_ignored(signal)? {
+            if wanted.contains(&signal) || !is_ignored(signal)? {
                 signals.push(signal);
             }
         }

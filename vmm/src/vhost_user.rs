@@ -1,28 +1,34 @@
-//! `ringdisk vhost-user`: serves disks to other programs' virtual machines.
+//! `ringdisk vhost-user` and `ringdisk serve`: serve disks to other programs' virtual machines.
 //!
 //! Every disk has a socket; a few threads talk to the clients of all. The queues run on workers of their own, or on shared ones.
-//! A client is served only after every socket is created and every disk is open and locked. Then disks come and go (`roster`).
+//! A client is served only after every socket is created and every disk is open and locked. Then disks come and go (`roster`), as
+//! requests or a configuration file say (`reload`).
 //!
 //! Invariants: after a stop signal no request that was taken is lost. Clients are disconnected, their requests drained, and
 //! each image is closed cleanly, even if another one fails.
 
+pub(crate) mod arguments;
 mod desk;
+mod file;
 mod hand_over;
 mod image;
+mod orders;
+mod reload;
 mod roster;
 mod served;
+mod wanted;
 mod watchdog;
 pub(crate) mod workers;
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use virtio_devices::vhost_user::{Pulse, Reception, StopToken};
 
-use crate::disk_config::{DiskConfig, RateLimitGroups};
+use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::metrics::{Address, DiskReport, Metrics};
 use crate::open;
@@ -33,66 +39,46 @@ use crate::socket::{Socket, folder_of};
 use crate::takeover::{self, TakeoverSocket};
 use crate::{background, limits, parallel, sd_notify};
 use desk::{ControlPlace, ServedControl, VhostUserDesk};
+pub use file::{ConfigFile, FileError, Start};
 use hand_over::{
     HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, open_takeover_socket, reopen,
     stop_on_takeover,
 };
-use roster::{Orders, Roster, Setup};
+use orders::Orders;
+use roster::{Roster, Setup};
 pub use served::{Options, Place};
-use served::{Served, Workers, allowed, close, confine, descriptors, failure_hook, find, queue_hook, serve};
+use served::{
+    Served, Workers, allowed, close, confine, descriptors, failure_hook, find, listen, queue_hook, serve,
+};
+pub use wanted::{Disks, Places, Wanted};
 pub use workers::SharedWorkers;
 
 /// The longest time that a start interrupted by a signal may take to end by itself, between two images.
 const START_END_MAX: Duration = Duration::from_secs(1);
 
-/// Paths and addresses of a server, besides the sockets of its disks.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Places<'a> {
-    /// The path of the control socket.
-    pub control: Option<&'a Path>,
-    /// The address of the statistics.
-    pub metrics: Option<&'a Address>,
-    /// The path of the file with the process id.
-    pub pid_file: Option<&'a Path>,
-    /// The folders of the images and sockets of disks that are added later.
-    pub images: &'a [PathBuf],
-}
-
-/// The disks of a command line.
-#[derive(Debug)]
-pub struct Disks {
-    /// The first ones, with the sockets that they are served on.
-    pub served: Vec<(Place, DiskConfig)>,
-    /// The rate limit groups that later ones may join.
-    pub groups: RateLimitGroups,
-}
-
 /// The queues that shared workers are prepared for, where disks can be added.
 const LATER_QUEUES: usize = 1024;
 
-/// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly. Without `workers` each queue
-/// has one of its own.
+/// Serves each disk on its socket until a stop signal or request, then closes all of them cleanly.
 ///
 /// # Errors
 ///
 /// A failure that names the socket or disk it is about: the first one, if there are several. Disks that
 /// could be closed cleanly have been.
-pub fn run(
-    disks: Disks,
-    places: Places<'_>,
-    workers: &[SharedWorkers],
-    options: Options,
-) -> Result<u8, CommandFailure> {
-    let Places {
-        control,
-        metrics,
-        pid_file,
-        images,
-    } = places;
-    let Disks {
-        served: disks,
-        groups,
-    } = disks;
+pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
+    let Wanted {
+        disks: Disks {
+            served: disks,
+            groups,
+        },
+        places,
+        workers,
+        options,
+        file,
+    } = wanted;
+    let images = &places.images;
+    let control = places.control.as_deref();
+    let metrics = places.metrics.as_ref();
     if let Some(folder) = images.iter().find(|folder| !folder.is_dir()) {
         let folder = folder.display();
         return Err(CommandFailure::Usage(format!(
@@ -103,14 +89,25 @@ pub fn run(
     if options.detached {
         background::leave_session().map_err(start)?;
     }
-    let mut pid_file = pid_file.map(PidFile::open).transpose()?;
-    let manager = sd_notify::Manager::find();
-    let signals = StopSignals::block().map_err(start)?;
+    let mut pid_file = places.pid_file.as_deref().map(PidFile::open).transpose()?;
+    let manager = Arc::new(sd_notify::Manager::find());
+    let signals = if file.is_some() {
+        StopSignals::block_with_reload()
+    } else {
+        StopSignals::block()
+    };
+    let signals = signals.map_err(start)?;
     let stop = StopToken::new().map_err(start)?;
 
     // Opening images may take minutes: a signal is heard from the beginning.
     let serving = Arc::new(AtomicBool::new(false));
-    stop_on_signal(signals, stop.clone(), Arc::clone(&serving), options).map_err(start)?;
+    let reloads = Arc::new(OnceLock::new());
+    let heard = Heard {
+        stop: stop.clone(),
+        serving: Arc::clone(&serving),
+        reloads: file.is_some().then(|| Arc::clone(&reloads)),
+    };
+    heed_signals(signals, heard, options).map_err(start)?;
     let failed = CommandFailure::Failed;
     // Before anything is taken over or opened: the address may be in use.
     let metrics_folder = metrics.and_then(Address::folder);
@@ -131,11 +128,8 @@ pub fn run(
         offered.begin().map_err(|error| failed(error.into()))?;
         adopt_sockets(&paths, offered)
     } else {
-        let listen = |place: &Place| match place {
-            Place::Path(path) => Socket::listen_for(path, options.access),
-            Place::Descriptor(descriptor) => Socket::inherit(*descriptor),
-        };
-        listening.iter().map(listen).collect()
+        let listened = listening.iter().map(|place| listen(place, options.access));
+        listened.collect()
     };
     // As long as this server may still fail, the sockets are the old one's.
     let sockets: Vec<Socket> = sockets.map_err(|error| failed(error.into()))?;
@@ -154,7 +148,7 @@ pub fn run(
         .as_ref()
         .map(|offer| offer.lock_set.clone())
         .unwrap_or_default();
-    let waiting = sockets.into_iter().zip(configs);
+    let waiting = listening.into_iter().zip(sockets).zip(configs);
     // Dropped before the offer, whatever fails: then the old server opens its images again.
     let found = parallel::each(waiting.collect(), |(_, config)| {
         let wanted = !stop.is_stopped();
@@ -174,8 +168,13 @@ pub fn run(
         allowed.removable_in.extend(metrics_folder);
         let folder = control.as_ref().map(|control| folder_of(control.path()));
         allowed.removable_in.extend(folder);
-        allowed.removable_in.extend(places.pid_file.map(folder_of));
+        allowed
+            .removable_in
+            .extend(places.pid_file.as_deref().map(folder_of));
         allowed.open.extend(images.iter().cloned());
+        if let Some(file) = &file {
+            allowed.readable.extend(file.folders());
+        }
         sandbox::restrict_files(&allowed).map_err(not_confined)?;
     }
     let queues: usize = opened
@@ -186,7 +185,7 @@ pub fn run(
     let reception = Arc::new(Reception::new(stop.clone()).map_err(start)?);
     let on_failure = failure_hook(&reception);
     let shared =
-        (!workers.is_empty()).then(|| workers::start(workers, queues, &queue_hook(options), &on_failure));
+        (!workers.is_empty()).then(|| workers::start(&workers, queues, &queue_hook(options), &on_failure));
     let shared = shared
         .transpose()
         .map_err(|error| failed(error.into()))?
@@ -198,7 +197,7 @@ pub fn run(
                 shared: shared.as_ref(),
                 on_failure: &on_failure,
             };
-            serve(socket, config, image, options, &lock_set, workers)
+            serve(socket, config, image, options, workers)
         })
         .collect::<Result<Vec<_>, _>>()?;
 
@@ -239,17 +238,19 @@ pub fn run(
     let taken = control.iter().map(|control| control.path().to_owned());
     let setup = Setup {
         options,
-        groups,
         shared,
-        images: images.to_vec(),
+        images: images.clone(),
         taken: taken.collect(),
+        file,
+        manager: Arc::clone(&manager),
     };
-    let roster = Roster::new(served, reception, &stop, lock_set, setup);
+    let roster = Roster::new(served, reception, &stop, lock_set, groups, setup);
     if let Some(metrics) = &metrics {
         let roster = Arc::clone(&roster);
         metrics.report(Arc::new(move || reports(&roster)));
     }
-    let orders = roster.start().map_err(start)?;
+    let orders = Orders::start(&roster).map_err(start)?;
+    reloads.set(orders.clone()).unwrap_or_default();
     let desk = VhostUserDesk::new(&roster, &orders, &stop);
     let mut takeover = None;
     if let Some(takeover_socket) = takeover_socket {
@@ -389,30 +390,52 @@ fn serve_until_stopped(
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
 
-/// Starts the thread that turns the first stop signal into a stop, and the second into the end. So is the first one, if
-/// what is to be `serving` does not notice the stop because it is still being opened.
-fn stop_on_signal(
-    signals: StopSignals,
+/// What signals are about.
+struct Heard {
     stop: StopToken,
+    /// True while stops are noticed by those who serve.
     serving: Arc<AtomicBool>,
-    options: Options,
-) -> std::io::Result<()> {
+    /// Those who follow the configuration file on SIGHUP, as soon as there are some; without a file that is a stop, too.
+    reloads: Option<Arc<OnceLock<Orders>>>,
+}
+
+impl Heard {
+    /// Waits for a stop signal. Has the configuration file followed meanwhile.
+    fn next_stop(&self, signals: StopSignals) -> std::io::Result<&'static str> {
+        loop {
+            let signal = signals.wait()?;
+            match &self.reloads {
+                Some(reloads) if signal == "SIGHUP" => {
+                    // Whoever starts reads the file just now, or has; and nobody waits for what came of this.
+                    if let Some(orders) = reloads.get() {
+                        orders.reload();
+                    }
+                }
+                _ => return Ok(signal),
+            }
+        }
+    }
+}
+
+/// Starts the thread that turns the first stop signal into a stop, and the second into the end. So is the first one, if
+/// what is to be serving does not notice the stop because it is still being opened.
+fn heed_signals(signals: StopSignals, heard: Heard, options: Options) -> std::io::Result<()> {
     let wait_and_stop = move || {
         if options.sandbox {
             sandbox::confine_thread(Task::Control)?;
         }
-        let signal = signals.wait()?;
-        stop.stop();
+        let signal = heard.next_stop(signals)?;
+        heard.stop.stop();
         if is_log_read() {
             tracing::info!(event = "stopping", signal, "stopping");
         }
-        if !serving.load(Ordering::SeqCst) {
+        if !heard.serving.load(Ordering::SeqCst) {
             std::thread::sleep(START_END_MAX);
-            if !serving.load(Ordering::SeqCst) {
+            if !heard.serving.load(Ordering::SeqCst) {
                 give_up(signal, "exiting before all images were open");
             }
         }
-        let signal = signals.wait()?;
+        let signal = heard.next_stop(signals)?;
         give_up(signal, "exiting with requests in flight")
     };
     let report = move || {

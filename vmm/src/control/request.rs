@@ -83,6 +83,8 @@ pub enum Request {
         /// The disk, by its id or, without one, its path.
         id: String,
     },
+    /// Follow the configuration file as it is now.
+    Reload {},
     /// Create an internal snapshot of a disk.
     SnapshotCreate {
         /// The disk: its id or, without one, its path; the number of a block device.
@@ -217,6 +219,7 @@ impl Request {
             Self::DiskLimits { .. } => "disk-limits",
             Self::DiskAdd { .. } => "disk-add",
             Self::DiskRemove { .. } => "disk-remove",
+            Self::Reload {} => "reload",
             Self::SnapshotCreate { .. } => "snapshot-create",
             Self::SnapshotList { .. } => "snapshot-list",
             Self::SnapshotApply { .. } => "snapshot-apply",

@@ -23,7 +23,9 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
         Request::Info {} => Ok(json!({"state": "running"})),
         Request::DiskList {} | Request::Stats { .. } => Ok(json!({"disks": []})),
         Request::Pause {} => Err("it will not".to_owned()),
-        Request::Resume {} | Request::PowerButton {} | Request::Reset {} => Ok(Value::Null),
+        Request::Resume {} | Request::PowerButton {} | Request::Reset {} | Request::Reload {} => {
+            Ok(Value::Null)
+        }
         // As a panic is, and without its noise.
         Request::DiskResize { size: 13, .. } => std::panic::resume_unwind(Box::new("bad luck")),
         Request::DiskResize { id, size, .. } => Ok(json!({ "id": id, "size": size })),

@@ -227,6 +227,18 @@ pub enum RateLimitGroupError {
     },
 }
 
+impl RateLimitGroupError {
+    /// The key that it is about, if it is about one.
+    pub(crate) fn key(&self) -> Option<&str> {
+        match self {
+            Self::UnknownKey { key } => Some(key),
+            Self::Duplicate { key } | Self::Value { key, .. } | Self::Incomplete { key, .. } => Some(key),
+            Self::SameId { .. } => Some("id"),
+            Self::Syntax(_) | Self::NoId | Self::NoLimit { .. } | Self::Unused { .. } => None,
+        }
+    }
+}
+
 /// The keys of a group.
 const KEYS: [&str; 7] = [
     "id",
@@ -266,14 +278,27 @@ impl RateLimitGroups {
     ///
     /// [`RateLimitGroupError`], naming the key and what it takes.
     pub fn parse<'a>(texts: impl IntoIterator<Item = &'a String>) -> Result<Self, RateLimitGroupError> {
-        let mut groups = BTreeMap::new();
+        let mut groups = Self::default();
         for text in texts {
-            let (id, limits) = group(text)?;
-            if groups.insert(id.clone(), Limiter::new(&limits)).is_some() {
-                return Err(RateLimitGroupError::SameId { id });
-            }
+            groups.add(key_value::items(text)?)?;
         }
-        Ok(Self { groups })
+        Ok(groups)
+    }
+
+    /// Adds a group that is described by keys and values.
+    ///
+    /// # Errors
+    ///
+    /// [`RateLimitGroupError`], naming the key and what it takes.
+    pub(crate) fn add<'a>(
+        &mut self,
+        items: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<(), RateLimitGroupError> {
+        let (id, limits) = group(items)?;
+        match self.groups.insert(id.clone(), Limiter::new(&limits)) {
+            Some(_) => Err(RateLimitGroupError::SameId { id }),
+            None => Ok(()),
+        }
     }
 
     /// Fails if a group has no disk, after all have joined that will.
@@ -290,6 +315,24 @@ impl RateLimitGroups {
             Some((id, _)) => Err(RateLimitGroupError::Unused { id: id.clone() }),
             None => Ok(()),
         }
+    }
+
+    /// Makes the groups those of `new`. One that stays keeps its members and has the limits that it has there. Returns those whose limits
+    /// have changed.
+    pub(crate) fn follow(&mut self, new: &Self) -> Vec<(String, RateLimits)> {
+        let mut changed = Vec::new();
+        let mut groups = new.groups.clone();
+        for (id, limiter) in &mut groups {
+            let Some(old) = self.groups.get(id) else { continue };
+            let limits = limiter.limits();
+            if old.limits() != limits {
+                old.set(&limits);
+                changed.push((id.clone(), limits));
+            }
+            *limiter = Arc::clone(old);
+        }
+        self.groups = groups;
+        changed
     }
 
     /// Lets a disk into the group that it names, if it names one.
@@ -312,11 +355,13 @@ impl RateLimitGroups {
 }
 
 /// One group's name and limits.
-fn group(text: &str) -> Result<(String, RateLimits), RateLimitGroupError> {
+fn group<'a>(
+    items: impl IntoIterator<Item = (&'a str, &'a str)>,
+) -> Result<(String, RateLimits), RateLimitGroupError> {
     let mut id = None;
     let mut limits = LimitKeys::default();
     let mut seen: Vec<&'static str> = Vec::new();
-    for (name, value) in key_value::items(text)? {
+    for (name, value) in items {
         let key = KEYS.iter().find(|key| **key == name);
         let Some(&key) = key else {
             let key = name.to_owned();

@@ -33,7 +33,7 @@ pub(crate) struct ServedDisk {
     /// `true` if another program serves it, and this one only passes requests on.
     is_foreign: bool,
     /// The group whose rate limits it shares.
-    group: Option<String>,
+    group: Mutex<Option<String>>,
     /// The rate limits that an operator has set since the start, which stay when the image is opened again.
     limits: Mutex<Option<RateLimits>>,
     /// Read-locked while a request works on the image; `None` while the image is closed.
@@ -52,6 +52,11 @@ struct Shown {
     is_qcow2: bool,
 }
 
+fn group_of(config: &DiskConfig) -> Option<String> {
+    let group = config.rate_limit_group.as_ref();
+    group.map(|member| member.id().to_owned())
+}
+
 impl ServedDisk {
     /// Returns the disk of `config`, whose image is not open yet and whose queues count in `stats`. Errors call it `label`.
     pub(crate) fn new(label: String, config: &DiskConfig, stats: &Arc<DiskStats>) -> Arc<Self> {
@@ -61,10 +66,7 @@ impl ServedDisk {
             path: config.path.clone(),
             queues: config.num_queues,
             is_foreign: config.vhost_user,
-            group: config
-                .rate_limit_group
-                .as_ref()
-                .map(|member| member.id().to_owned()),
+            group: Mutex::new(group_of(config)),
             limits: Mutex::default(),
             open: RwLock::default(),
             shown: Mutex::default(),
@@ -82,6 +84,13 @@ impl ServedDisk {
         let disk = Self::new(label, config, stats);
         disk.attach(opened);
         disk
+    }
+
+    /// Lets the disk have the rate limits of this configuration when its image is opened the next time, in place of those that an
+    /// operator has set.
+    pub(crate) fn forget_limits(&self, config: &DiskConfig) {
+        *self.group.lock() = group_of(config);
+        *self.limits.lock() = None;
     }
 
     /// Another process has the image, which looks like this.
@@ -114,6 +123,11 @@ impl ServedDisk {
     /// Asks a compaction to end soon, as [`ServedDisk::detach`] does, and does not wait for that.
     pub(crate) fn prepare_to_detach(&self) {
         self.compactions.close();
+    }
+
+    /// The image is not closed after all.
+    pub(crate) fn stay_attached(&self) {
+        self.compactions.open();
     }
 
     /// Does something with the open disk, which is not closed meanwhile.
@@ -218,7 +232,7 @@ impl ServedDisk {
 
     /// Sets the disk's rate limits, if `limits` says which. Answers those that it has then.
     pub(crate) fn limits(&self, limits: Option<&RateLimits>) -> Result<Value, String> {
-        if let (Some(_), Some(group)) = (limits, &self.group) {
+        if let (Some(_), Some(group)) = (limits, &*self.group.lock()) {
             return Err(format!(
                 "{} shares the limits of the group {group} with other disks; only a disk with limits of its own is given others",
                 self.label
@@ -233,6 +247,14 @@ impl ServedDisk {
             }
             Ok(json!({ "limits": rate::to_json(&now) }))
         })
+    }
+
+    /// Sets the rate limits of the group that it is in, if it is in this one.
+    pub(crate) fn limits_of_group(&self, group: &str, limits: &RateLimits) {
+        if self.group.lock().as_deref() == Some(group) {
+            // One whose image is closed has them when it is opened.
+            let _closed = self.with(|handle| Ok(handle.limits(Some(limits))));
+        }
     }
 
     /// Begins a change of size: makes the disk smaller if `size` is less than it has, which takes `force`. Its frontend has to make

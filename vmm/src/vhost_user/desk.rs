@@ -9,7 +9,8 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use virtio_devices::vhost_user::StopToken;
 
-use super::roster::{Order, Orders, Roster};
+use super::orders::{Order, Orders};
+use super::roster::Roster;
 use crate::control::{Control, Request, Server};
 use crate::exchange::{self, Desk, Listed, ServedDisk};
 use crate::socket::{Socket, SocketError, is_file_of};
@@ -84,6 +85,7 @@ impl Desk for VhostUserDesk {
         match request {
             Request::DiskAdd { disk, socket } => self.orders.ask(|answer| Order::Add(disk, socket, answer)),
             Request::DiskRemove { id } => self.orders.ask(|answer| Order::Remove(id, answer)),
+            Request::Reload {} => self.orders.ask(Order::Reload),
             other => Err(exchange::refusal(Self::SERVER, &other)),
         }
     }

@@ -65,7 +65,7 @@ pub(super) fn accept(
 
 /// Returns the reason why no other server can continue with the disks now, if there is one.
 fn obstacle(served: &[Arc<Served>]) -> Option<String> {
-    if let Some(kept) = served.iter().find(|disk| disk.config.overlay.is_some()) {
+    if let Some(kept) = served.iter().find(|disk| disk.image.config().overlay.is_some()) {
         let name = &kept.name;
         return Some(format!(
             "its disk {name} has overlay=temporary, which ends with its process"

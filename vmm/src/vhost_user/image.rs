@@ -22,7 +22,8 @@ const RELEASE_MAX: Duration = Duration::from_secs(5);
 /// An image that this process opens and closes.
 #[derive(Debug)]
 pub(super) struct ServedImage {
-    config: DiskConfig,
+    /// The disk's name, for the log.
+    name: String,
     /// The disk, for requests of the control socket.
     disk: Arc<ServedDisk>,
     state: Mutex<State>,
@@ -30,6 +31,7 @@ pub(super) struct ServedImage {
 
 #[derive(Debug)]
 struct State {
+    config: Arc<DiskConfig>,
     opening: Opening,
     /// `None` while the image is closed.
     opened: Option<OpenedDisk>,
@@ -40,10 +42,10 @@ struct State {
 /// An image, before its disk is served.
 #[derive(Debug)]
 pub(super) enum Found {
-    /// Opened and locked.
-    Here(OpenedDisk),
+    /// Opened and locked, as it is to be opened again.
+    Here(OpenedDisk, Opening),
     /// Looked at, while another server may have it.
-    Away(Look),
+    Away(Look, Opening),
 }
 
 /// What an image looks like that another server may have.
@@ -86,8 +88,8 @@ impl Found {
     /// Returns the image's files that are read only, and those that are written.
     pub(super) fn files(&self) -> (Vec<PathBuf>, Vec<PathBuf>) {
         let (mut files, written) = match self {
-            Self::Here(opened) => (opened.disk().files(), opened.disk().written_files()),
-            Self::Away(look) => (look.files.clone(), look.written.clone()),
+            Self::Here(opened, _) => (opened.disk().files(), opened.disk().written_files()),
+            Self::Away(look, _) => (look.files.clone(), look.written.clone()),
         };
         files.retain(|file| !written.contains(file));
         (files, written)
@@ -96,35 +98,31 @@ impl Found {
     /// Returns what the disk shows.
     pub(super) fn info(&self) -> DiskInfo {
         match self {
-            Self::Here(opened) => opened.disk().info(),
-            Self::Away(look) => look.info,
+            Self::Here(opened, _) => opened.disk().info(),
+            Self::Away(look, _) => look.info,
         }
     }
 }
 
 impl ServedImage {
-    /// The image of `disk`, as it was found, which is opened again as `opening` says.
-    pub(super) fn new(
-        config: DiskConfig,
-        opening: Opening,
-        disk: Arc<ServedDisk>,
-        found: Found,
-    ) -> Arc<Self> {
-        let is_away = matches!(found, Found::Away(_));
-        let opened = match found {
-            Found::Here(opened) => {
+    /// The image of `disk`, as it was found.
+    pub(super) fn new(config: DiskConfig, disk: Arc<ServedDisk>, found: Found) -> Arc<Self> {
+        let is_away = matches!(found, Found::Away(..));
+        let (opened, opening) = match found {
+            Found::Here(opened, opening) => {
                 disk.attach(&opened);
-                Some(opened)
+                (Some(opened), opening)
             }
-            Found::Away(look) => {
+            Found::Away(look, opening) => {
                 disk.expect(look.info, look.is_qcow2);
-                None
+                (None, opening)
             }
         };
         Arc::new(Self {
-            config,
+            name: config.name(),
             disk,
             state: Mutex::new(State {
+                config: Arc::new(config),
                 opening,
                 opened,
                 is_away,
@@ -132,9 +130,31 @@ impl ServedImage {
         })
     }
 
+    /// Returns the configuration that the image was opened with, or is to be.
+    pub(super) fn config(&self) -> Arc<DiskConfig> {
+        Arc::clone(&self.state.lock().config)
+    }
+
+    /// Sets the configuration that the image is to be opened with.
+    pub(super) fn set_config(&self, config: Arc<DiskConfig>) {
+        let mut state = self.state.lock();
+        let limits = |config: &DiskConfig| (config.rate_limits, config.rate_limit_group.clone());
+        if limits(&state.config) != limits(&config) {
+            self.disk.forget_limits(&config);
+        }
+        state.config = config;
+    }
+
     /// Returns true if the image is closed because another server has it, or may have it.
     pub(super) fn is_away(&self) -> bool {
         self.state.lock().is_away
+    }
+
+    /// Returns the files that the open image is made of.
+    pub(super) fn files(&self) -> Vec<PathBuf> {
+        let state = self.state.lock();
+        let opened = state.opened.as_ref();
+        opened.map_or_else(Vec::new, |opened| opened.disk().files())
     }
 
     /// Returns true if the image is closed for a takeover.
@@ -148,24 +168,41 @@ impl ServedImage {
         self.state.lock().opened = None;
     }
 
-    /// Opens an image that was closed for a takeover, with these locks.
+    /// Returns the image's locks.
+    pub(super) fn lock_set(&self) -> LockSet {
+        self.state.lock().opening.lock_set.clone()
+    }
+
+    /// Opens an image that was closed for a takeover, with locks of these.
     ///
     /// # Errors
     ///
     /// [`OpenError`].
     pub(super) fn reopen(&self, locks: &LockSet) -> Result<Arc<dyn Disk>, OpenError> {
-        self.state.lock().opening.lock_set = locks.clone();
+        self.state.lock().opening.lock_set = locks.part();
+        self.open_again()
+    }
+
+    /// Opens an image that was closed.
+    ///
+    /// # Errors
+    ///
+    /// [`OpenError`].
+    pub(super) fn open_again(&self) -> Result<Arc<dyn Disk>, OpenError> {
         self.open_now(false)
     }
 
     /// Opens the image. One who comes again does not wait for the lock.
     fn open_now(&self, comes_again: bool) -> Result<Arc<dyn Disk>, OpenError> {
         // Only the thread that serves the disk opens and closes it. Whoever looks at the state does not wait for it.
-        let mut opening = self.state.lock().opening.clone();
+        let (config, mut opening) = {
+            let state = self.state.lock();
+            (Arc::clone(&state.config), state.opening.clone())
+        };
         if comes_again {
             opening.lock_set = opening.lock_set.at_once();
         }
-        let opened = open::open_as(&self.config, &opening)?;
+        let opened = open::open_as(&config, &opening)?;
         self.disk.attach(&opened);
         let disk = opened.disk();
         let mut state = self.state.lock();
@@ -189,7 +226,7 @@ impl ImageOwner for ServedImage {
             && !opened.release(RELEASE_MAX)
         {
             tracing::error!(
-                disk = %self.config.name(),
+                disk = %self.name,
                 "the image is still in use, and locked; its guest cannot run elsewhere before that ends"
             );
         }
@@ -200,10 +237,8 @@ impl ImageOwner for ServedImage {
     }
 
     fn look(&self) -> Option<DiskInfo> {
-        let look = Look::new(&self.config)
-            .inspect_err(
-                |error| tracing::warn!(disk = %self.config.name(), %error, "cannot look at the image"),
-            )
+        let look = Look::new(&self.config())
+            .inspect_err(|error| tracing::warn!(disk = %self.name, %error, "cannot look at the image"))
             .ok()?;
         self.disk.expect(look.info, look.is_qcow2);
         Some(look.info)

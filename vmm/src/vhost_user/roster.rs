@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!  control socket ──disk-add, disk-remove──▶ Orders ──┬─▶ Roster: what requests, statistics and takeovers see
-//!  reception ──a disk has failed───────────▶          └─▶ Reception: whose clients are served
+//!  SIGHUP ──the configuration file─────────▶          └─▶ Reception: whose clients are served
+//!  reception ──a disk has failed───────────▶
 //! ```
 //!
 //! A disk that fails is closed, and the others are served on. If it was the last one, the server ends.
@@ -10,9 +11,11 @@
 //! Invariants: disks change one at a time, and not while they are handed over to a new server; the lock of a disk's image is released
 //! before the disk is forgotten.
 
+use std::error::Error;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
 use std::thread;
 use std::time::Duration;
 
@@ -22,23 +25,26 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde_json::{Value, json};
 use virtio_devices::vhost_user::{PausedClient, Reception, Seat, ServeError, StopToken};
 
+use super::file::ConfigFile;
 use super::hand_over::sockets;
-use super::served::{Options, Served, Workers, close, failure_hook, find, serve};
+use super::orders::Orders;
+use super::served::{Options, Place, Served, Workers, close, failure_hook, find, listen, serve};
 use super::workers;
 use crate::control::DiskKeys;
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, chain};
-use crate::socket::{Socket, check_path};
+use crate::sd_notify::Manager;
+use crate::socket::check_path;
 use crate::takeover::TakeoverSocket;
 
 /// The longest time that a request to remove a disk waits for the requests of its client in flight.
-const LEAVE_MAX: Duration = Duration::from_secs(10);
+pub(super) const LEAVE_MAX: Duration = Duration::from_secs(10);
 
 /// The disks that are served, and what others need to be served like them.
 pub(super) struct Roster {
-    reception: Arc<Reception>,
+    pub(super) reception: Arc<Reception>,
     stop: StopToken,
-    state: Mutex<State>,
+    pub(super) state: Mutex<State>,
     changes: Mutex<Changes>,
     handed_over: Condvar,
     pub(super) setup: Setup,
@@ -47,16 +53,19 @@ pub(super) struct Roster {
 /// The options, workers and folders that disks are served with.
 pub(super) struct Setup {
     pub(super) options: Options,
-    pub(super) groups: RateLimitGroups,
     /// Workers that the queues of all disks share.
     pub(super) shared: Option<Arc<WorkerPool>>,
     /// The folders of the images and sockets of disks that are added.
     pub(super) images: Vec<PathBuf>,
     /// Paths that no disk's socket can have.
     pub(super) taken: Vec<PathBuf>,
+    /// The configuration file as it was at the start, which is read again.
+    pub(super) file: Option<ConfigFile>,
+    /// Told that the server reloads.
+    pub(super) manager: Arc<Manager>,
 }
 
-struct State {
+pub(super) struct State {
     next: u64,
     /// In the order in which they came.
     served: Vec<(u64, Arc<Served>)>,
@@ -65,6 +74,10 @@ struct State {
     takeover_socket: Option<TakeoverSocket>,
     /// The failure that ended a disk, for the exit code of the process.
     failure: Option<CommandFailure>,
+    /// The rate limit groups that disks may join.
+    pub(super) groups: RateLimitGroups,
+    /// The disks that the configuration file had when it was last followed.
+    pub(super) listed: Vec<String>,
 }
 
 impl Setup {
@@ -72,66 +85,18 @@ impl Setup {
     pub(super) fn takes_disks(&self) -> bool {
         !self.images.is_empty() || !self.options.sandbox
     }
+
+    /// Returns true if some order takes a thread of its own.
+    pub(super) fn takes_orders(&self) -> bool {
+        self.takes_disks() || self.file.is_some()
+    }
 }
 
 /// The reasons that keep disks from coming and going.
 #[derive(Default)]
-struct Changes {
+pub(super) struct Changes {
     are_handed_over: bool,
-    has_ended: bool,
-}
-
-/// A change of the roster.
-pub(super) enum Order {
-    Add(DiskKeys, Option<PathBuf>, Answer),
-    Remove(String, Answer),
-    Failed(u64, ServeError),
-}
-
-/// The place for what came of an order.
-pub(super) type Answer = mpsc::Sender<Result<Value, String>>;
-
-/// Whoever carries out orders.
-#[derive(Clone)]
-pub(super) enum Orders {
-    /// A thread that may open files and make sockets and workers.
-    Thread(mpsc::Sender<Order>),
-    /// Any: no disk can be added.
-    Anybody(Arc<Roster>),
-}
-
-impl Orders {
-    /// Carries out an order, and waits for what came of it.
-    ///
-    /// # Errors
-    ///
-    /// The reason as a sentence.
-    pub(super) fn ask(&self, order: impl FnOnce(Answer) -> Order) -> Result<Value, String> {
-        let (answer, answered) = mpsc::channel();
-        let order = order(answer);
-        match self {
-            // An order that cannot be sent drops its answer.
-            Self::Thread(thread) => thread.send(order).unwrap_or_default(),
-            Self::Anybody(roster) => roster.carry_out(order),
-        }
-        answered.recv().map_err(|_| "the server is stopping")?
-    }
-
-    /// Has a disk closed that failed, and does not wait for that.
-    fn failed(&self, number: u64, error: ServeError) {
-        let order = Order::Failed(number, error);
-        match self {
-            Self::Thread(thread) => thread.send(order).unwrap_or_default(),
-            Self::Anybody(roster) => {
-                let (closing, stop) = (Arc::clone(roster), &roster.stop);
-                let thread = thread::Builder::new().name("failed".to_owned());
-                if let Err(error) = thread.spawn(move || closing.carry_out(order)) {
-                    tracing::error!(%error, "cannot close a disk that failed; stopping");
-                    stop.stop();
-                }
-            }
-        }
-    }
+    pub(super) has_ended: bool,
 }
 
 impl Roster {
@@ -141,9 +106,11 @@ impl Roster {
         reception: Arc<Reception>,
         stop: &StopToken,
         lock_set: LockSet,
+        groups: RateLimitGroups,
         setup: Setup,
     ) -> Arc<Self> {
         let served: Vec<_> = (0..).zip(served.into_iter().map(Arc::new)).collect();
+        let listed = served.iter().map(|(_, disk)| disk.name.clone()).collect();
         Arc::new(Self {
             reception,
             stop: stop.clone(),
@@ -153,6 +120,8 @@ impl Roster {
                 lock_set,
                 takeover_socket: None,
                 failure: None,
+                groups,
+                listed,
             }),
             changes: Mutex::default(),
             handed_over: Condvar::new(),
@@ -179,7 +148,8 @@ impl Roster {
         self.entry(id).map(|(_, served)| served)
     }
 
-    fn entry(&self, id: &str) -> Result<(u64, Arc<Served>), String> {
+    /// As [`Roster::find`], with its number.
+    pub(super) fn entry(&self, id: &str) -> Result<(u64, Arc<Served>), String> {
         let state = self.state.lock();
         let found = state.served.iter().find(|(_, disk)| disk.name == id);
         found.cloned().ok_or_else(|| {
@@ -211,7 +181,7 @@ impl Roster {
         self.state.lock().lock_set = lock_set;
     }
 
-    /// Serves until a stop or a pause. Each disk keeps the client that is connected then. `orders` are of [`Roster::start`].
+    /// Serves until a stop or a pause. Each disk keeps the client that is connected then.
     ///
     /// # Errors
     ///
@@ -265,33 +235,13 @@ impl Roster {
         }
     }
 
-    /// Starts the thread that carries out orders, where disks can be added. It is as confined as the calling one.
-    ///
-    /// # Errors
-    ///
-    /// If it cannot be started.
-    pub(super) fn start(self: &Arc<Self>) -> std::io::Result<Orders> {
-        if !self.setup.takes_disks() {
-            return Ok(Orders::Anybody(Arc::clone(self)));
-        }
-        let (sender, orders) = mpsc::channel();
-        let roster = Arc::clone(self);
-        let carry_out = move || orders.into_iter().for_each(|order| roster.carry_out(order));
-        thread::Builder::new().name("disks".to_owned()).spawn(carry_out)?;
-        Ok(Orders::Thread(sender))
-    }
-
-    fn carry_out(self: &Arc<Self>, order: Order) {
-        // Whoever asked may have gone.
-        match order {
-            Order::Add(keys, socket, answer) => answer.send(self.add(&keys, socket)).unwrap_or_default(),
-            Order::Remove(id, answer) => answer.send(self.remove(&id)).unwrap_or_default(),
-            Order::Failed(number, error) => self.fail(number, error),
-        }
+    /// Asks the server to stop.
+    pub(super) fn stop(&self) {
+        self.stop.stop();
     }
 
     /// Waits until disks may come and go.
-    fn alone(&self) -> MutexGuard<'_, Changes> {
+    pub(super) fn alone(&self) -> MutexGuard<'_, Changes> {
         let mut changes = self.changes.lock();
         self.handed_over
             .wait_while(&mut changes, |changes| changes.are_handed_over);
@@ -299,27 +249,20 @@ impl Roster {
     }
 
     /// Serves one more disk. If that fails all is as it was.
-    fn add(&self, keys: &DiskKeys, socket: Option<PathBuf>) -> Result<Value, String> {
-        let setup = &self.setup;
-        if !setup.takes_disks() {
+    pub(super) fn add(&self, keys: &DiskKeys, socket: Option<PathBuf>) -> Result<Value, String> {
+        if !self.setup.takes_disks() {
             return Err(
                 "its sandbox lets no further image be opened; start it with --images FOLDER, or with --sandbox off".to_owned(),
             );
         }
         let mut config = keys.config().map_err(|error| error.to_string())?;
         config.is_own().map_err(|error| error.to_string())?;
-        let joined = setup.groups.join(&mut config);
+        let joined = self.state.lock().groups.join(&mut config);
         joined.map_err(|error| error.to_string())?;
-        if setup.shared.is_some()
-            && let Some(obstacle) = workers::obstacle(&config)
-        {
+        if let (Some(_), Some(obstacle)) = (&self.setup.shared, workers::obstacle(&config)) {
             return Err(obstacle);
         }
-        for (given, option) in [
-            (setup.options.restartable, "--restartable"),
-            (setup.options.takeover, "--takeover"),
-            (setup.options.incoming, "--incoming"),
-        ] {
+        for (given, option) in self.setup.options.outliving() {
             if given {
                 config
                     .may_outlive_process(option)
@@ -332,14 +275,20 @@ impl Roster {
                 "cannot add disk {name}: `socket` is missing; expected the path of a socket for its clients"
             )
         })?;
+        self.add_disk(Place::Path(socket), config)
+    }
+
+    /// Serves one more disk, whose configuration goes with the options of the server.
+    pub(super) fn add_disk(&self, place: Place, config: DiskConfig) -> Result<Value, String> {
+        let name = config.name();
         let refused = |error: String| format!("cannot add disk {name}: {error}");
         let changes = self.alone();
         if changes.has_ended || self.stop.is_stopped() {
             return Err(refused("the server is stopping".to_owned()));
         }
-        self.check(&config, &socket).map_err(refused)?;
-        let disk = self.open(&socket, config).map_err(refused)?;
-        let driver = disk.server.driver_name();
+        self.check(&config, &place, &[]).map_err(refused)?;
+        let disk = self.open(place, config).map_err(refused)?;
+        let (driver, socket) = (disk.server.driver_name(), disk.socket.path().to_owned());
         let mut state = self.state.lock();
         let number = state.next;
         state.next += 1;
@@ -351,68 +300,78 @@ impl Roster {
         Ok(json!({ "id": name, "socket": socket }))
     }
 
-    /// Refuses a disk whose name, image or socket another one has.
-    fn check(&self, config: &DiskConfig, socket: &Path) -> Result<(), String> {
+    /// Refuses a disk whose name, image or socket another one has, but for those that are `going`.
+    pub(super) fn check(&self, config: &DiskConfig, place: &Place, going: &[String]) -> Result<(), String> {
         let name = config.name();
-        let served = self.served();
+        let mut served = self.served();
+        served.retain(|disk| !going.contains(&disk.name));
         if served.iter().any(|disk| disk.name == name) {
             return Err("there is a disk of this name; expected another id".to_owned());
         }
-        check_path(socket).map_err(|error| chain(&error))?;
+        let socket = match place {
+            Place::Path(path) => {
+                check_path(path).map_err(|error| chain(&error))?;
+                Some(path.as_path())
+            }
+            Place::Descriptor(_) => None,
+        };
         let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let folders = &self.setup.images;
-        for (what, path) in [("image", config.path.as_path()), ("socket", socket)] {
+        let places = [("image", Some(config.path.as_path())), ("socket", socket)];
+        for (what, path) in places {
+            let Some(path) = path else { continue };
             let mut within = folders
                 .iter()
                 .map(|folder| absolute(path).starts_with(absolute(folder)));
             if self.setup.options.sandbox && !within.any(|is_within| is_within) {
+                let folders = folders.iter().map(|folder| folder.display().to_string());
+                let folders: Vec<_> = folders.collect();
+                let folders = if folders.is_empty() {
+                    "there is none".to_owned()
+                } else {
+                    folders.join(", ")
+                };
                 return Err(format!(
-                    "its sandbox allows no {what} at {}; expected one in a folder of --images: {}",
+                    "its sandbox allows no {what} at {}; expected one in a folder of --images: {folders}",
                     path.display(),
-                    folders
-                        .iter()
-                        .map(|folder| folder.display().to_string())
-                        .collect::<Vec<_>>()
-                        .join(", ")
                 ));
             }
         }
         let taken = self.setup.taken.iter().map(|path| absolute(path));
-        if sockets(&served)
-            .into_iter()
-            .chain(taken)
-            .any(|other| other == absolute(socket))
+        let mut taken = sockets(&served).into_iter().chain(taken);
+        if let Some(socket) = socket
+            && taken.any(|other| other == absolute(socket))
         {
             let path = socket.display();
             return Err(format!(
                 "socket {path} is in use by this server; expected another path"
             ));
         }
-        let all = served.iter().map(|disk| &disk.config).chain([config]);
-        crate::once::check_images(&all.cloned().collect::<Vec<_>>()).map_err(text)
+        let others: Vec<_> = served.iter().map(|disk| disk.image.config()).collect();
+        crate::once::check_images(others.iter().map(Arc::as_ref).chain([config])).map_err(text)
     }
 
     /// Opens the image and makes the socket of one more disk.
-    fn open(&self, socket: &Path, config: DiskConfig) -> Result<Arc<Served>, String> {
+    fn open(&self, place: Place, config: DiskConfig) -> Result<Arc<Served>, String> {
         let setup = &self.setup;
         let lock_set = self.lock_set();
         let here = Options {
             incoming: false,
             ..setup.options
         };
-        let socket = Socket::listen_for(socket, setup.options.access).map_err(|error| chain(&error))?;
+        let socket = listen(&place, setup.options.access).map_err(|error| chain(&error))?;
         let found = find(&config, here, &lock_set).map_err(|error| chain(&error))?;
         let on_failure = failure_hook(&self.reception);
         let workers = Workers {
             shared: setup.shared.as_ref(),
             on_failure: &on_failure,
         };
-        let served = serve(socket, config, found, here, &lock_set, workers);
+        let served = serve((place, socket), config, found, here, workers);
         Ok(Arc::new(served.map_err(text)?))
     }
 
     /// Serves a disk no longer: its client is disconnected, what it asked for is finished, and its image is closed.
-    fn remove(self: &Arc<Self>, id: &str) -> Result<Value, String> {
+    pub(super) fn remove(self: &Arc<Self>, id: &str) -> Result<Value, String> {
         let changes = self.alone();
         if changes.has_ended {
             return Err("the server is stopping".to_owned());
@@ -421,7 +380,7 @@ impl Roster {
         // So that nobody finds it any more.
         disk.socket.remove();
         let left = self.reception.leave(number);
-        if left.recv_timeout(LEAVE_MAX) == Err(mpsc::RecvTimeoutError::Timeout) {
+        if matches!(left.recv_timeout(LEAVE_MAX), Err(RecvTimeoutError::Timeout)) {
             let roster = Arc::clone(self);
             let finish = move || {
                 // The end of the sender is one, too.
@@ -481,25 +440,29 @@ impl Roster {
     }
 
     /// Closes a disk that cannot be served any more.
-    fn fail(&self, number: u64, error: ServeError) {
+    pub(super) fn fail(&self, number: u64, error: ServeError) {
         let changes = self.alone();
         if changes.has_ended {
             return;
         }
-        let disk = self
-            .state
-            .lock()
-            .served
-            .iter()
-            .find(|(served, _)| *served == number)
-            .cloned();
-        let Some((_, disk)) = disk else { return };
-        tracing::error!(event = "disk-failed", disk = %disk.name, %error, "a disk cannot be served any more; others are served on");
-        let failure = CommandFailure::about(&disk.name, error);
-        let name = disk.name.clone();
-        drop(disk);
-        let closed = self.close(number);
-        if let Err(failure) = closed {
+        let find = |state: &State| state.served.iter().find(|(served, _)| *served == number).cloned();
+        let found = find(&self.state.lock());
+        if let Some((_, disk)) = found {
+            let name = disk.name.clone();
+            drop(disk);
+            self.give_up_disk(number, &name, error.into());
+        }
+    }
+
+    /// Closes and forgets a disk for this reason, which is that of the process's end if it was the last one. Changes are locked.
+    pub(super) fn give_up_disk(&self, number: u64, name: &str, reason: Box<dyn Error + Send + Sync>) {
+        tracing::error!(
+            event = "disk-failed",
+            disk = name,
+            error = chain(&*reason),
+            "a disk cannot be served any more; others are served on"
+        );
+        if let Err(failure) = self.close(number) {
             tracing::error!(
                 disk = name,
                 error = failure.line(),
@@ -507,7 +470,9 @@ impl Roster {
             );
         }
         let mut state = self.state.lock();
-        state.failure.get_or_insert(failure);
+        state
+            .failure
+            .get_or_insert_with(|| CommandFailure::about(name, reason));
         // Who starts it again then has all disks.
         if state.served.is_empty() {
             self.stop.stop();
@@ -523,11 +488,11 @@ fn tell(state: &State) {
 }
 
 /// Returns the text of a failure, as the end of a sentence.
-fn text(failure: CommandFailure) -> String {
+pub(super) fn text(failure: CommandFailure) -> String {
     failure.line().unwrap_or_default()
 }
 
-fn seat(disk: &Served, client: Option<PausedClient>) -> Seat {
+pub(super) fn seat(disk: &Served, client: Option<PausedClient>) -> Seat {
     Seat {
         server: Arc::clone(&disk.server),
         listener: Arc::clone(disk.socket.listener()),
@@ -536,84 +501,4 @@ fn seat(disk: &Served, client: Option<PausedClient>) -> Seat {
 }
 
 #[cfg(test)]
-mod tests {
-    use block::worker::WorkerConfig;
-    use virtio_devices::connect::{Cancel, connect_within};
-
-    use super::*;
-
-    /// Of two disks, each on a worker of a pool, the one goes whose worker has failed, and then the other, with which the server
-    /// ends.
-    #[test]
-    fn disk_whose_worker_fails_goes_alone_and_the_last_one_ends_the_server() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let stop = StopToken::new().expect("a token");
-        let reception = Arc::new(Reception::new(stop.clone()).expect("descriptors"));
-        let on_failure = failure_hook(&reception);
-        let worker = WorkerConfig {
-            on_failure: Some(on_failure.clone()),
-            ..WorkerConfig::default()
-        };
-        let shared = Arc::new(WorkerPool::start(vec![worker; 2]).expect("workers"));
-        let (options, lock_set) = (Options::default(), LockSet::default());
-        let path = |name: &str| folder.path().join(name);
-        let served = ["a", "b"].map(|name| {
-            let image = path(name);
-            std::fs::write(&image, [0; 4096]).expect("an image");
-            let text = format!("path={},image_type=raw,id={name}", image.display());
-            let config = DiskConfig::parse(&text).expect("a disk");
-            let socket = Socket::listen(&path(&format!("{name}.sock"))).expect("a socket");
-            let found = find(&config, options, &lock_set).expect("an image");
-            let workers = Workers {
-                shared: Some(&shared),
-                on_failure: &on_failure,
-            };
-            serve(socket, config, found, options, &lock_set, workers).expect("a server")
-        });
-        let setup = Setup {
-            options,
-            groups: RateLimitGroups::parse([]).expect("none"),
-            shared: Some(Arc::clone(&shared)),
-            images: Vec::new(),
-            taken: Vec::new(),
-        };
-        let roster = Roster::new(served.into(), reception, &stop, lock_set, setup);
-        let orders = roster.start().expect("a thread");
-        let serving = {
-            let roster = Arc::clone(&roster);
-            thread::spawn(move || roster.serve(&orders).map_err(text))
-        };
-        let fail = |worker: usize| {
-            let failed = shared.workers()[worker].run(|_| panic!("as after a failure of its ring"));
-            assert!(failed.is_err());
-        };
-        let names = || {
-            roster
-                .served()
-                .iter()
-                .map(|disk| disk.name.clone())
-                .collect::<Vec<_>>()
-        };
-        let connects = |name: &str| {
-            connect_within(
-                &path(&format!("{name}.sock")),
-                Duration::from_secs(5),
-                &Cancel::never(),
-            )
-            .is_ok()
-        };
-        assert!(connects("a") && connects("b"));
-        fail(0);
-        while names() != ["b"] {
-            thread::sleep(Duration::from_millis(1));
-        }
-        assert!(!connects("a") && connects("b") && !stop.is_stopped());
-        fail(1);
-        serving.join().expect("no panic").expect("no failure");
-        assert!(stop.is_stopped());
-        let (left, failure) = roster.end();
-        assert!(left.is_empty());
-        let failure = text(failure.expect("a reason to start again"));
-        assert!(failure.contains("a: a worker has ended"), "{failure}");
-    }
-}
+pub(super) mod tests;

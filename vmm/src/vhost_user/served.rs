@@ -20,7 +20,7 @@ use crate::error::CommandFailure;
 use crate::exchange::ServedDisk;
 use crate::open::{self, Opening};
 use crate::sandbox::{self, AllowedFiles, SandboxError, Task};
-use crate::socket::{Access, Socket, folder_of};
+use crate::socket::{Access, Socket, SocketError, folder_of};
 
 /// The options of `ringdisk vhost-user`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -41,6 +41,17 @@ pub struct Options {
     pub access: Access,
 }
 
+impl Options {
+    /// Those by which another process continues with the disks, and whether they are given.
+    pub(super) fn outliving(&self) -> [(bool, &'static str); 3] {
+        [
+            (self.restartable, "--restartable"),
+            (self.takeover, "--takeover"),
+            (self.incoming, "--incoming"),
+        ]
+    }
+}
+
 /// The place of the socket that a disk is served on.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Place {
@@ -53,7 +64,8 @@ pub enum Place {
 /// One disk being served. Dropped in this order: the image's lock goes last.
 pub(super) struct Served {
     pub(super) name: String,
-    pub(super) config: DiskConfig,
+    /// The place of its socket, as it was asked for.
+    pub(super) place: Place,
     /// The client that is connected, while the server is not serving.
     pub(super) client: Mutex<Option<PausedClient>>,
     pub(super) server: Arc<VhostUserServer>,
@@ -61,15 +73,6 @@ pub(super) struct Served {
     pub(super) disk: Arc<ServedDisk>,
     pub(super) socket: Socket,
     pub(super) image: Arc<ServedImage>,
-}
-
-/// Returns the purpose for which images are opened.
-pub(super) fn opening(options: Options, lock_set: &LockSet) -> Opening {
-    Opening {
-        persist_mappings: options.restartable,
-        lock_set: lock_set.clone(),
-        ..Opening::default()
-    }
 }
 
 /// Opens the image of a disk, or looks at the one that another server has.
@@ -83,9 +86,20 @@ pub(super) fn find(
     lock_set: &LockSet,
 ) -> Result<Found, open::OpenError> {
     if options.incoming {
-        return Ok(Found::Away(Look::new(config)?));
+        return Ok(Found::Away(Look::new(config)?, opening(options, lock_set)));
     }
-    Ok(Found::Here(open::open_as(config, &opening(options, lock_set))?))
+    let opening = opening(options, lock_set);
+    let opened = open::open_as(config, &opening)?;
+    Ok(Found::Here(opened, opening))
+}
+
+/// Returns the purpose for which an image is opened, with locks of its own among those of `lock_set`.
+fn opening(options: Options, lock_set: &LockSet) -> Opening {
+    Opening {
+        persist_mappings: options.restartable,
+        lock_set: lock_set.part(),
+        ..Opening::default()
+    }
 }
 
 /// Returns the number of descriptors that serving one disk may take: those of its clients, and for each queue the
@@ -96,15 +110,27 @@ pub(super) fn descriptors(config: &DiskConfig) -> u64 {
 }
 
 /// Returns the files that stay accessible: the images, and the sockets to remove at the end.
-pub(super) fn allowed(found: &[(Socket, DiskConfig, Found)]) -> AllowedFiles {
+pub(super) fn allowed(found: &[((Place, Socket), DiskConfig, Found)]) -> AllowedFiles {
     let mut allowed = AllowedFiles::default();
-    for (socket, _, image) in found {
+    for ((_, socket), _, image) in found {
         let (read, written) = image.files();
         allowed.readable.extend(read);
         allowed.writable.extend(written);
         allowed.removable_in.push(folder_of(socket.path()));
     }
     allowed
+}
+
+/// Listens at a place.
+///
+/// # Errors
+///
+/// [`SocketError`], naming it.
+pub(super) fn listen(place: &Place, access: Access) -> Result<Socket, SocketError> {
+    match place {
+        Place::Path(path) => Socket::listen_for(path, access),
+        Place::Descriptor(descriptor) => Socket::inherit(*descriptor),
+    }
 }
 
 /// Gives up what threads of `task` do not need.
@@ -115,26 +141,25 @@ pub(super) fn confine(task: Task, options: Options) -> Result<(), SandboxError> 
     Ok(())
 }
 
-/// Starts the server of one disk.
+/// Starts the server of one disk, at `place`.
 pub(super) fn serve(
-    socket: Socket,
+    (place, socket): (Place, Socket),
     config: DiskConfig,
     found: Found,
     options: Options,
-    lock_set: &LockSet,
     workers: Workers<'_>,
 ) -> Result<Served, CommandFailure> {
     let name = config.name();
     let disk = match &found {
-        Found::Here(opened) => opened.disk(),
-        Found::Away(_) => Arc::new(DetachedDisk::new(found.info())),
+        Found::Here(opened, _) => opened.disk(),
+        Found::Away(..) => Arc::new(DetachedDisk::new(found.info())),
     };
     let mut server = VhostUserServer::start(disk, &server_config(&config, options, workers))
         .map_err(|error| CommandFailure::about(&name, error))?;
     let disk = ServedDisk::new(format!("disk {name}"), &config, server.stats());
-    let opening = opening(options, lock_set);
-    let image = ServedImage::new(config.clone(), opening, Arc::clone(&disk), found);
-    if config.overlay.is_none() {
+    let is_lasting = config.overlay.is_none();
+    let image = ServedImage::new(config, Arc::clone(&disk), found);
+    if is_lasting {
         let is_away = image.is_away();
         server.share_image(Arc::clone(&image) as _, is_away);
     }
@@ -143,7 +168,7 @@ pub(super) fn serve(
     Ok(Served {
         disk,
         name,
-        config,
+        place,
         client: Mutex::default(),
         server: Arc::new(server),
         socket,

@@ -3,6 +3,7 @@
 //! Invariant: nothing is said while a worker hangs. The manager then ends the process and starts it again, and with `--restartable` the
 //! guests go on.
 
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use crate::sd_notify::{self, Manager};
 ///
 /// If the thread cannot be started.
 pub(super) fn start(
-    manager: Manager,
+    manager: Arc<Manager>,
     pulses: impl Fn() -> Vec<Pulse> + Send + 'static,
     options: Options,
 ) -> std::io::Result<()> {

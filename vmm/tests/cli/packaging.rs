@@ -14,7 +14,8 @@ fn packaging(name: &str) -> String {
 }
 
 /// The units, each with the command that it starts, and the one that a reload runs.
-const UNITS: [(&str, &str, &str); 2] = [
+const UNITS: [(&str, &str, &str); 3] = [
+    ("ringdisk-serve", "serve", "serve"),
     ("ringdisk-ublk", "ublk add", "ublk upgrade"),
     ("ringdisk-vhost-user", "vhost-user", "vhost-user"),
 ];
@@ -72,8 +73,9 @@ fn unit_and_rules_use_existing_commands() {
                 assert!(help.contains(option), "{option}");
             }
         }
-        // The server that comes is not the process that systemd started.
-        assert!(unit.contains("\nNotifyAccess=all\n"), "{name}");
+        // The server that comes with a takeover is not the process that systemd started.
+        let hands_over = name != "ringdisk-serve";
+        assert_eq!(unit.contains("\nNotifyAccess=all\n"), hands_over, "{name}");
     }
     // Its number is the manager's to fill in.
     assert!(packaging("ringdisk-ublk@.service").contains(" --server $MAINPID "));

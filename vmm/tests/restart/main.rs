@@ -15,6 +15,7 @@ mod metrics;
 mod migration;
 mod overlay;
 mod peers;
+mod serve;
 mod server;
 mod snapshot;
 mod space;

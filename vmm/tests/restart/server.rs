@@ -105,6 +105,18 @@ impl World {
     }
 
     fn start(&self, wrapper: &[&str], sockets: &[String], disks: &[String], arguments: &[&str]) -> Server {
+        let texts = |texts: &'static str, more: &[String]| {
+            let more = more.iter().cloned();
+            std::iter::once(texts.to_owned()).chain(more).collect::<Vec<_>>()
+        };
+        let served = [texts("--socket", sockets), texts("--disk", disks)].concat();
+        let served = served.iter().map(String::as_str);
+        let all: Vec<&str> = std::iter::once("vhost-user").chain(served).collect();
+        self.command(wrapper, &[&all, arguments].concat())
+    }
+
+    /// Starts `ringdisk` with these arguments, by way of a program that starts another.
+    pub(crate) fn command(&self, wrapper: &[&str], arguments: &[&str]) -> Server {
         let log = std::fs::File::options()
             .append(true)
             .create(true)
@@ -112,11 +124,7 @@ impl World {
             .expect("a log");
         let child = Command::new(wrapper[0])
             .args(&wrapper[1..])
-            .args([env!("CARGO_BIN_EXE_ringdisk"), "vhost-user"])
-            .arg("--socket")
-            .args(sockets)
-            .arg("--disk")
-            .args(disks)
+            .arg(env!("CARGO_BIN_EXE_ringdisk"))
             .args(arguments)
             .current_dir(self.directory.path())
             .env_remove("RINGDISK_LOG")
