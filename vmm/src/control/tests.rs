@@ -146,6 +146,7 @@ fn control_page_lists_exactly_the_requests() {
             "reset",
             "disk-add",
             "disk-remove",
+            "reload",
             "disk-resize",
             "disk-limits",
             "snapshot-create",
@@ -166,7 +167,7 @@ fn control_page_lists_exactly_the_requests() {
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 25, "an answer for each, and an error");
+    assert_eq!(answers.len(), 26, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
