@@ -2,9 +2,22 @@
 //!
 //! A running server has, beside its first socket, a *takeover socket*: the same name with `.takeover`
 //! appended, mode 0600, for processes of the same user only. A new server connects to it and names the sockets that it
-//! wants to serve. The old server drains its clients' queues, closes its images cleanly, and hands over the image locks, its
-//! listening sockets, and its clients' connections with the state of each client. Clients notice only a pause; no request is
-//! lost, because none is in flight.
+//! wants to serve. The disks move one at a time: the old server drains a client's queues, closes the image cleanly, and hands over its
+//! locks and the client's connection with the client's state; the new one serves it at once. Clients notice only a pause, each for
+//! as long as its own disk takes; no request is lost, because none is in flight.
+//!
+//! ```text
+//! new ── greeting, paths ──▶ old
+//! new ◀── 'o', the takeover socket, the control socket if there is one; the socket of each disk ── old
+//! new ── 'r': it is ready ──▶ old
+//! new ◀── disks, one at a time (`moves`) ── old
+//! new ── 'c', or 'k' with the control socket: it has all ──▶ old: exits
+//! ```
+//!
+//! If a disk cannot move, those that have moved are given back, and the old server continues. If the new server dies, the
+//! old one serves the sockets again of what has moved; if the old one dies, the new one serves the rest, as after a restart.
+//!
+//! **With a server of the version before**, old or new, all disks are handed over at once:
 //!
 //! ```text
 //! new ── greeting, paths ──▶ old: drains, flushes, closes
@@ -21,15 +34,13 @@
 //! reads it before it opens an image. To get its images back, the old server reads it, or else waits for the end of
 //! the connection, which the new one closes after its images.
 //!
-//! Invariants: the old server never serves after 'a', the new one never before. After any earlier failure the old server
-//! reopens its images and continues with the same clients. An image is locked all the time, and open in at most one of the
-//! two. A server of the previous version, old or new, gets no locks: then the old server releases them, and the one that
-//! opens the image takes them.
+//! Invariants: a disk is served by at most one of the two; an image is locked all the time, and open in at most one of them.
 //!
-//! `message` is the form of messages, `offer` the new server's side, `successor` the old server's.
+//! `message` is the form of messages, `moves` how one disk moves, `offer` the new server's side, `successor` the old server's.
 
 mod error;
 mod message;
+mod moves;
 mod offer;
 mod successor;
 #[cfg(test)]
@@ -37,5 +48,6 @@ mod tests;
 
 pub use error::{TakeoverError, not_adopted};
 pub use message::ControlSocket;
+pub use moves::{Given, Moves, MovingDisk, Next};
 pub use offer::{Handed, Offer, take_over};
 pub use successor::{Successor, Taken, TakeoverListener, TakeoverSocket};

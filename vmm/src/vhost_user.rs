@@ -12,6 +12,7 @@ mod desk;
 mod file;
 mod hand_over;
 mod image;
+mod moves;
 mod orders;
 mod reload;
 mod roster;
@@ -24,12 +25,14 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use virtio_devices::vhost_user::{Pulse, Reception, StopToken};
 
 use crate::disk_config::DiskConfig;
-use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK, chain};
 use crate::metrics::{Address, DiskReport, Metrics};
 use crate::open;
 use crate::pid_file::PidFile;
@@ -41,8 +44,8 @@ use crate::{background, limits, parallel, sd_notify};
 use desk::{ControlPlace, ServedControl, VhostUserDesk};
 pub use file::{ConfigFile, FileError, Start};
 use hand_over::{
-    HandOverFailure, Takeover, accept, adopt_sockets, hand_over, lost, names, open_takeover_socket, reopen,
-    stop_on_takeover,
+    HandOverFailure, Takeover, accept, adopt_sockets, give_up_control, hand_over, lost, names,
+    open_takeover_socket, pause_control, reopen, stop_on_takeover, take_in_all,
 };
 use orders::Orders;
 use roster::{Roster, Setup};
@@ -150,9 +153,15 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
         .unwrap_or_default();
     let waiting = listening.into_iter().zip(sockets).zip(configs);
     // Dropped before the offer, whatever fails: then the old server opens its images again.
+    let come_one_by_one = offer.as_ref().is_some_and(|offer| offer.moves().is_some());
+    // Those that come one by one are only looked at: the old server has them until then.
+    let finding = Options {
+        incoming: options.incoming || come_one_by_one,
+        ..options
+    };
     let found = parallel::each(waiting.collect(), |(_, config)| {
         let wanted = !stop.is_stopped();
-        wanted.then(|| find(config, options, &lock_set)).transpose()
+        wanted.then(|| find(config, finding, &lock_set)).transpose()
     });
     let found = found.map_err(|error| failed(error.into()))?;
     let opened = found
@@ -190,51 +199,21 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
         .transpose()
         .map_err(|error| failed(error.into()))?
         .map(Arc::new);
-    let served = opened
-        .into_iter()
-        .map(|(socket, config, image)| {
-            let workers = Workers {
-                shared: shared.as_ref(),
-                on_failure: &on_failure,
-            };
-            serve(socket, config, image, options, workers)
-        })
-        .collect::<Result<Vec<_>, _>>()?;
+    let (mut served, mut coming) = (Vec::new(), Vec::new());
+    for (at, config, image) in opened {
+        if come_one_by_one {
+            coming.push(Some((at, config)));
+            continue;
+        }
+        let workers = Workers {
+            shared: shared.as_ref(),
+            on_failure: &on_failure,
+        };
+        served.push(serve(at, config, image, options, workers)?);
+    }
 
     // From here on a stop closes what is open.
     serving.store(true, Ordering::SeqCst);
-    if let Some(offer) = &mut offer {
-        // Before the old one ends, so that its end is not taken for that of the service.
-        manager.main(std::process::id());
-        pid_file.iter_mut().for_each(PidFile::write);
-        let accepted = if stop.is_stopped() {
-            Ok(false)
-        } else {
-            {
-                let takes_control = control.as_ref().is_some_and(|control| control.is_adopted);
-                accept(offer, &served, takes_control).map(|()| true)
-            }
-        };
-        if !matches!(accepted, Ok(true)) {
-            offer.pid().iter().for_each(|&pid| manager.main(pid));
-            // As they were found; the old server wants them back, and has them when the offer is dropped.
-            for disk in &served {
-                close(disk).unwrap_or_default();
-            }
-            return accepted.map(|_| EXIT_OK);
-        }
-        let (count, ms) = (served.len(), began.elapsed().as_secs_f64() * 1000.0);
-        let disks = if count == 1 { "disk" } else { "disks" };
-        writeln!(std::io::stdout(), "took over {count} {disks} in {ms:.1} ms")?;
-    }
-    drop(offer);
-    for disk in &served {
-        disk.socket.keep().map_err(|error| failed(error.into()))?;
-    }
-    if let Some(control) = &control {
-        control.keep().map_err(|error| failed(error.into()))?;
-    }
-    announce(&served, options);
     let taken = control.iter().map(|control| control.path().to_owned());
     let setup = Setup {
         options,
@@ -245,19 +224,74 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
         manager: Arc::clone(&manager),
     };
     let roster = Roster::new(served, reception, &stop, lock_set, groups, setup);
+    let orders = Orders::start(&roster).map_err(start)?;
+    // Serves what has come while the rest comes.
+    let mut ahead = None;
+    if let Some(offer) = &mut offer {
+        let takes_control = control.as_ref().is_some_and(|control| control.is_adopted);
+        // Before the old one ends, so that its end is not taken for that of the service.
+        let mut tell = || {
+            manager.main(std::process::id());
+            pid_file.iter_mut().for_each(PidFile::write);
+        };
+        let accepted = if stop.is_stopped() {
+            Ok(false)
+        } else if come_one_by_one {
+            ahead = Some(serve_ahead(&roster, &orders, options).map_err(start)?);
+            take_in_all(&roster, offer, coming).map(|()| {
+                tell();
+                offer
+                    .finish(takes_control)
+                    .unwrap_or_else(|error| tracing::warn!(error = chain(&error), "the old server has gone"));
+                true
+            })
+        } else {
+            tell();
+            accept(offer, &roster.served(), takes_control).map(|()| true)
+        };
+        if !matches!(accepted, Ok(true)) {
+            offer.pid().iter().for_each(|&pid| manager.main(pid));
+            if let Some(ahead) = ahead {
+                stop.stop();
+                joined(ahead).unwrap_or_default();
+            }
+            // As they were found; the old server wants them back, and has them when the offer is dropped.
+            for disk in roster.end().0 {
+                close(&disk).unwrap_or_default();
+            }
+            return accepted.map(|_| EXIT_OK);
+        }
+        let (count, ms) = (roster.served().len(), began.elapsed().as_secs_f64() * 1000.0);
+        let disks = if count == 1 { "disk" } else { "disks" };
+        writeln!(std::io::stdout(), "took over {count} {disks} in {ms:.1} ms")?;
+    }
+    drop(offer);
+    let served = roster.served();
+    for disk in &served {
+        disk.socket.keep().map_err(|error| failed(error.into()))?;
+    }
+    if let Some(control) = &control {
+        control.keep().map_err(|error| failed(error.into()))?;
+    }
+    announce(&served, options);
+    drop(served);
     if let Some(metrics) = &metrics {
         let roster = Arc::clone(&roster);
         metrics.report(Arc::new(move || reports(&roster)));
     }
-    let orders = Orders::start(&roster).map_err(start)?;
     reloads.set(orders.clone()).unwrap_or_default();
     let desk = VhostUserDesk::new(&roster, &orders, &stop);
-    let mut takeover = None;
+    let (mut takeover, passed_on) = (None, Arc::new(Mutex::new(None)));
     if let Some(takeover_socket) = takeover_socket {
         takeover_socket.keep().map_err(|error| failed(error.into()))?;
         let listener = takeover_socket.listener_for_thread().map_err(start)?;
         roster.set_takeover_socket(takeover_socket);
-        let stopping = stop_on_takeover(listener, Arc::clone(&roster), stop.clone());
+        let stopping = stop_on_takeover(
+            listener,
+            Arc::clone(&roster),
+            stop.clone(),
+            Arc::clone(&passed_on),
+        );
         takeover = Some(stopping.map_err(start)?);
     }
     // Clients could connect before; from here on nothing keeps them from being served.
@@ -271,9 +305,32 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     let confined = confine(Task::Control, options).map_err(|error| failed(error.into()));
     let begun = confined.and_then(|()| {
         let served = control.map(|control| control.serve(&desk)).transpose();
-        served.map_err(|error| failed(error.into()))
+        *passed_on.lock() = served.map_err(|error| failed(error.into()))?;
+        Ok(())
     });
-    serve_until_stopped(&roster, &orders, &stop, takeover, begun)
+    serve_until_stopped(&roster, &orders, &stop, takeover, &passed_on, ahead, begun)
+}
+
+/// A thread that serves already, while the rest is prepared.
+type Ahead = JoinHandle<Result<(), CommandFailure>>;
+
+/// Begins to serve what enters the reception.
+fn serve_ahead(roster: &Arc<Roster>, orders: &Orders, options: Options) -> std::io::Result<Ahead> {
+    let (roster, orders) = (Arc::clone(roster), orders.clone());
+    let serve = move || {
+        confine(Task::Control, options).map_err(|error| CommandFailure::Failed(error.into()))?;
+        roster.serve_those_who_enter(&orders)
+    };
+    std::thread::Builder::new()
+        .name("serving".to_owned())
+        .spawn(serve)
+}
+
+/// Waits for the end of serving.
+fn joined(ahead: Ahead) -> Result<(), CommandFailure> {
+    ahead
+        .join()
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
 /// Returns the statistics of the disks that are served now.
@@ -305,7 +362,7 @@ fn paths(places: &[Place]) -> Result<Vec<PathBuf>, CommandFailure> {
 }
 
 /// Prints which disk is served on which socket, and notifies the process that waits in the foreground.
-fn announce(served: &[Served], options: Options) {
+fn announce(served: &[Arc<Served>], options: Options) {
     let mut lines = String::new();
     for disk in served {
         let (name, socket, process) = (&disk.name, disk.socket.path().display(), std::process::id());
@@ -318,27 +375,36 @@ fn announce(served: &[Served], options: Options) {
     std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
 }
 
-/// Serves until a stop, or until a new server has taken over, and closes what is open then. So it does at once if serving has not
-/// `begun`.
+/// Serves until a stop, or until a new server has taken over, and closes what is open then; `ahead` serves already. So it does at once
+/// if serving has not `begun`.
 fn serve_until_stopped(
     roster: &Roster,
     orders: &Orders,
     stop: &StopToken,
     takeover: Option<Takeover>,
-    begun: Result<Option<ServedControl>, CommandFailure>,
+    control: &Mutex<Option<ServedControl>>,
+    mut ahead: Option<Ahead>,
+    begun: Result<(), CommandFailure>,
 ) -> Result<u8, CommandFailure> {
-    let (mut control, mut not_begun) = match begun {
-        Ok(control) => (control, None),
-        Err(failure) => (None, Some(failure)),
-    };
+    let mut not_begun = begun.err();
+    if not_begun.is_some() {
+        stop.stop();
+    }
     let first_failure = loop {
-        if not_begun.is_some() {
-            break not_begun.take();
-        }
-        let failure = roster.serve(orders).err();
+        let failure = match ahead.take() {
+            Some(ahead) => joined(ahead).err(),
+            None if not_begun.is_none() => roster.serve(orders).err(),
+            None => None,
+        };
+        let failure = not_begun.take().or(failure);
         let Some(wanted) = &takeover else {
             break failure;
         };
+        if let Some(taken) = wanted.finished.lock().take() {
+            give_up_control(control, taken);
+            roster.give_up();
+            return Ok(EXIT_OK);
+        }
         let successor = wanted.successor.lock().take();
         let Some(successor) = successor else {
             break failure;
@@ -347,17 +413,11 @@ fn serve_until_stopped(
             successor.refuse("it is stopping, and its images may need repair");
             break failure;
         }
-        let offered = control.as_ref().map(ServedControl::pause).transpose();
-        let offered = offered
-            .inspect_err(|error| tracing::warn!(%error, "cannot pass the control socket to the new server"))
-            .unwrap_or_default();
+        let offered = pause_control(control);
         let served = roster.served();
         match hand_over(roster, &served, offered.as_ref(), successor) {
             Ok(taken) => {
-                // Dropped otherwise, with its file: the new server has none, or one of its own.
-                if let Some(control) = control.take_if(|_| taken.control) {
-                    control.give_up();
-                }
+                give_up_control(control, taken);
                 roster.give_up();
                 return Ok(EXIT_OK);
             }
@@ -370,7 +430,7 @@ fn serve_until_stopped(
                     break Some(failure);
                 }
                 stop.resume();
-                control.iter().for_each(ServedControl::resume);
+                control.lock().iter().for_each(ServedControl::resume);
                 roster.resume();
                 // The thread that waits for a new server ends with the process only.
                 wanted.again.send(()).unwrap_or_default();
@@ -381,6 +441,7 @@ fn serve_until_stopped(
     roster.resume();
     let (served, failed) = roster.end();
     drop(takeover);
+    drop(control.lock().take());
     let mut first_failure = first_failure.or(failed);
     for disk in served {
         if let Err(failure) = close(&disk) {

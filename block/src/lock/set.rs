@@ -83,6 +83,25 @@ impl LockSet {
         }
     }
 
+    /// As [`LockSet::part`], of a disk that another process hands over, with the descriptors of its locks: as [`LockSet::inherit`].
+    #[must_use]
+    pub fn part_inheriting(&self, descriptors: Vec<OwnedFd>) -> Self {
+        let mut locks = Self::inherit(descriptors);
+        if let Some(shared) = Arc::get_mut(&mut locks.shared) {
+            shared.whole = Some(self.clone());
+        }
+        locks
+    }
+
+    /// Duplicates the descriptors of the locks that are held over, for another process.
+    ///
+    /// # Errors
+    ///
+    /// If the process has no descriptor left.
+    pub fn held_over(&self) -> io::Result<Vec<OwnedFd>> {
+        self.locks().inherited.iter().map(OwnedFd::try_clone).collect()
+    }
+
     /// Returns the same set for one who tries again anyway: a lock that a killed process may hold is not waited for.
     #[must_use]
     pub fn at_once(&self) -> Self {

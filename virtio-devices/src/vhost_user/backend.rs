@@ -135,6 +135,11 @@ impl Backend {
         stopped
     }
 
+    /// The client is told nothing more.
+    pub(super) fn forget_channel(&self) {
+        self.channel.forget();
+    }
+
     fn offered(&self) -> u64 {
         let logs = if self.image.is_some() { LOG_ALL } else { 0 };
         self.device.features() | PROTOCOL_FEATURES | logs

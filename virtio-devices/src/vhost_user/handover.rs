@@ -302,6 +302,11 @@ impl PausedClient {
         })
     }
 
+    /// Forgets the client, who goes on with another server.
+    pub fn forget(self) {
+        lock(&self.backend).forget_channel();
+    }
+
     /// Starts the queues, where they were.
     pub(super) fn start(&mut self) -> Result<(), MessageError> {
         let mut backend = lock(&self.backend);

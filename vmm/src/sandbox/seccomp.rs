@@ -114,6 +114,8 @@ const CONTROL: &[libc::c_long] = &[
     libc::SYS_newfstatat,
     libc::SYS_unlinkat,
     libc::SYS_rt_sigtimedwait,
+    // A client that comes back from another server.
+    libc::SYS_dup3,
     // The sockets of many disks.
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
@@ -252,6 +254,10 @@ fn rules(task: Task) -> Result<Rules, Error> {
         .iter()
         .map(|&command| rule(1, SeccompCmpOp::Eq, number(command)));
     rules.insert(libc::SYS_fcntl, commands.collect::<Result<_, _>>()?);
+    if task == Task::Control {
+        let local = rule(0, SeccompCmpOp::Eq, number(libc::AF_UNIX))?;
+        rules.insert(libc::SYS_socketpair, vec![local]);
+    }
     if matches!(task, Task::Control | Task::UblkControl) {
         let nonblocking = rule(1, SeccompCmpOp::Eq, libc::FIONBIO)?;
         rules.insert(libc::SYS_ioctl, vec![nonblocking]);

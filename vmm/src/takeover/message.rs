@@ -3,29 +3,33 @@
 //! Invariant: a message that is too long is refused before memory is taken for it.
 
 use std::io::{self, Read, Write};
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, eventfd};
+use virtio_devices::vhost_user::{ClientState, Message};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
+use crate::socket::Socket;
+
 /// The greeting of a new server.
-pub(super) const GREETING: &[u8] = b"ringdisk takeover 3";
-/// The greeting of a new server of the version before, which takes no locks.
-pub(super) const GREETING_WITHOUT_LOCKS: &[u8] = b"ringdisk takeover 2";
+pub(super) const GREETING: &[u8] = b"ringdisk takeover 4";
+/// The greeting of a new server of the version before, which takes all disks at once.
+pub(super) const GREETING_FOR_ALL: &[u8] = b"ringdisk takeover 3";
 /// The answer to a greeting of an unknown version.
 pub(super) const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
 /// The bytes that come with a listening socket whose file is the server's.
 pub(super) const LISTENER: &[u8] = b"l";
-/// The bytes that come with one that a service manager created. A server of the version before takes it for the other kind.
+/// The bytes that come with one that a service manager created.
 pub(super) const MANAGERS_LISTENER: &[u8] = b"m";
+/// The byte with which a new server says that disks may come.
+pub(super) const READY: u8 = b'r';
 /// The byte with which a new server takes what it was offered.
 pub(super) const ACCEPTED: [u8; 1] = *b"c";
-/// As [`ACCEPTED`], of a new server that goes on with the control socket. An old server of a version without one does not tell
-/// the two apart, and has offered none.
+/// As [`ACCEPTED`], of a new server that goes on with the control socket.
 pub(super) const ACCEPTED_WITH_CONTROL: [u8; 1] = *b"k";
 /// The longest time that either may take to read what the other has sent.
 pub(super) const SEND_MAX: Duration = Duration::from_secs(5);
@@ -88,6 +92,77 @@ pub(super) fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
     let (_, fds) = receive(stream)?;
     let [fd] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
     Ok(fd)
+}
+
+/// Sends the descriptors of locks: how many, and a message for each.
+pub(super) fn send_locks(connection: &UnixStream, locks: &[OwnedFd]) -> io::Result<()> {
+    let count = u32::try_from(locks.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    send(connection, &count.to_ne_bytes(), &[])?;
+    locks
+        .iter()
+        .try_for_each(|lock| send(connection, b"k", &[lock.as_raw_fd()]))
+}
+
+/// Receives what [`send_locks`] sent.
+pub(super) fn receive_locks(connection: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    let (count, _) = receive(connection)?;
+    let locks = (0..count_of(&count)?).map(|_| receive_one(connection));
+    locks.collect()
+}
+
+/// Sends a client with its state, or that there is none.
+pub(super) fn send_client(connection: &UnixStream, client: Option<&ClientState>) -> io::Result<()> {
+    let Some(ClientState {
+        connection: client,
+        messages,
+    }) = client
+    else {
+        return send(connection, b"", &[]);
+    };
+    let count = u32::try_from(messages.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+    send(connection, &count.to_ne_bytes(), &[client.as_raw_fd()])?;
+    messages.iter().try_for_each(|Message { bytes, fds }| {
+        let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+        send(connection, bytes, &raw)
+    })
+}
+
+/// Receives what [`send_client`] sent.
+pub(super) fn receive_client(connection: &UnixStream) -> io::Result<Option<ClientState>> {
+    let (count, mut fds) = receive(connection)?;
+    let Some(client) = fds.pop() else {
+        return Ok(None);
+    };
+    let messages = (0..count_of(&count)?).map(|_| {
+        let (bytes, fds) = receive(connection)?;
+        Ok(Message { bytes, fds })
+    });
+    Ok(Some(ClientState {
+        connection: client.into(),
+        messages: messages.collect::<io::Result<_>>()?,
+    }))
+}
+
+fn count_of(bytes: &[u8]) -> io::Result<u32> {
+    let bytes = bytes.try_into().map_err(|_| io::ErrorKind::InvalidData)?;
+    Ok(u32::from_ne_bytes(bytes))
+}
+
+/// Sends the socket of a disk.
+pub(super) fn send_listener(connection: &UnixStream, socket: &Socket) -> io::Result<()> {
+    let kind = if socket.is_managers() {
+        MANAGERS_LISTENER
+    } else {
+        LISTENER
+    };
+    send(connection, kind, &[socket.listener().as_raw_fd()])
+}
+
+/// Receives what [`send_listener`] sent, and whether a service manager created it.
+pub(super) fn receive_listener(connection: &UnixStream) -> io::Result<(UnixListener, bool)> {
+    let (kind, fds) = receive(connection)?;
+    let [listener] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
+    Ok((listener.into(), kind == MANAGERS_LISTENER))
 }
 
 /// A control socket that is handed over.

@@ -3,20 +3,20 @@
 //! Invariant: until the offer is accepted the old server can continue; an offer that is dropped gives everything back.
 
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use block::lock::LockSet;
 use virtio_devices::connect::{Cancel, connect_within};
-use virtio_devices::vhost_user::{ClientState, Message};
+use virtio_devices::vhost_user::ClientState;
 
 use super::error::TakeoverError;
 use super::message::{
-    ACCEPTED, ACCEPTED_WITH_CONTROL, ControlSocket, GREETING, GREETING_WITHOUT_LOCKS, MANAGERS_LISTENER,
-    NOT_UNDERSTOOD, SEND_MAX, Token, receive, receive_one, request, send, socket_path,
+    ACCEPTED, ACCEPTED_WITH_CONTROL, ControlSocket, GREETING, GREETING_FOR_ALL, NOT_UNDERSTOOD, READY,
+    SEND_MAX, Token, receive, receive_client, receive_listener, receive_locks, request, send, socket_path,
 };
+use super::moves::Moves;
 use crate::socket::{is_same_user, peer_pid};
 
 /// The longest time that the old server may take to drain and close. If it is asked and the new one has given up, it
@@ -30,17 +30,17 @@ pub struct Handed {
     pub listener: UnixListener,
     /// A service manager created it.
     pub is_managers: bool,
-    /// The client that is connected, if one is.
+    /// The client that is connected, if one is and all disks are offered at once.
     pub client: Option<ClientState>,
 }
 
 /// The offer of an old server. Unless it is accepted, the old server continues.
 #[derive(Debug)]
 pub struct Offer {
-    connection: UnixStream,
-    /// The token to read before an image is opened; a server of the version before has none.
+    moves: Moves,
+    /// The token to read before an image is opened, if all are offered at once.
     pub(super) token: Option<Token>,
-    /// The images' locks, to open them with.
+    /// The images' locks, to open them with, if all are offered at once.
     pub lock_set: LockSet,
     /// The takeover socket, which stays open all the time.
     pub takeover_socket: UnixListener,
@@ -52,8 +52,8 @@ pub struct Offer {
     pub disks: Vec<Handed>,
 }
 
-/// Asks the server that serves exactly the sockets at `sockets`, and may have this `control` socket, for them. When this returns it
-/// has closed its images.
+/// Asks the server that serves exactly the sockets at `sockets`, and may have this `control` socket, for them. An old server of the
+/// version before has closed all its images when this returns; any other serves its disks until they move ([`Offer::moves`]).
 ///
 /// # Errors
 ///
@@ -61,7 +61,7 @@ pub struct Offer {
 pub fn take_over(sockets: &[PathBuf], control: Option<&Path>) -> Result<Offer, TakeoverError> {
     match ask(sockets, control, GREETING) {
         Err(TakeoverError::Refused { reason }) if reason == NOT_UNDERSTOOD => {
-            ask(sockets, control, GREETING_WITHOUT_LOCKS)
+            ask(sockets, control, GREETING_FOR_ALL)
         }
         answer => answer,
     }
@@ -90,10 +90,11 @@ pub(super) fn ask(
         let reason = String::from_utf8_lossy(reason).into_owned();
         return Err(TakeoverError::Refused { reason });
     }
+    let is_for_all = greeting == GREETING_FOR_ALL;
     let mut fds = fds.into_iter();
     let takeover_socket = fds.next().ok_or(io::ErrorKind::InvalidData.into());
     let takeover_socket = takeover_socket.map_err(broken)?;
-    let token = fds.next().map(Token);
+    let token = if is_for_all { fds.next().map(Token) } else { None };
     let control = fds.next().zip(fds.next()).map(|(listener, file)| ControlSocket {
         listener: listener.into(),
         file,
@@ -102,10 +103,23 @@ pub(super) fn ask(
         Some(_) => LockSet::inherit(receive_locks(&connection).map_err(unanswered)?),
         None => LockSet::default(),
     };
-    let disks = sockets.iter().map(|_| receive_disk(&connection));
+    let disk = |_| {
+        let (listener, is_managers) = receive_listener(&connection)?;
+        let client = if is_for_all {
+            receive_client(&connection)?
+        } else {
+            None
+        };
+        Ok(Handed {
+            listener,
+            is_managers,
+            client,
+        })
+    };
+    let disks = sockets.iter().map(disk);
     let disks = disks.collect::<io::Result<_>>().map_err(unanswered)?;
     Ok(Offer {
-        connection,
+        moves: Moves::new(connection),
         token,
         lock_set,
         takeover_socket: takeover_socket.into(),
@@ -137,44 +151,36 @@ fn connect(sockets: &[PathBuf], control: Option<&Path>) -> Result<(PathBuf, Unix
     }))
 }
 
-/// Receives the descriptors of locks: how many, and a message for each.
-fn receive_locks(connection: &UnixStream) -> io::Result<Vec<OwnedFd>> {
-    let (count, _) = receive(connection)?;
-    let count: [u8; 4] = count[..].try_into().map_err(|_| io::ErrorKind::InvalidData)?;
-    let locks = (0..u32::from_ne_bytes(count)).map(|_| receive_one(connection));
-    locks.collect()
-}
-
-fn receive_disk(connection: &UnixStream) -> io::Result<Handed> {
-    let (kind, fds) = receive(connection)?;
-    let [listener] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
-    let (count, mut fds) = receive(connection)?;
-    let client = match fds.pop() {
-        None => None,
-        Some(client) => {
-            let count: [u8; 4] = count[..].try_into().map_err(|_| io::ErrorKind::InvalidData)?;
-            let messages = (0..u32::from_ne_bytes(count)).map(|_| {
-                let (bytes, fds) = receive(connection)?;
-                Ok(Message { bytes, fds })
-            });
-            Some(ClientState {
-                connection: client.into(),
-                messages: messages.collect::<io::Result<_>>()?,
-            })
-        }
-    };
-    Ok(Handed {
-        listener: listener.into(),
-        is_managers: kind == MANAGERS_LISTENER,
-        client,
-    })
-}
-
 impl Offer {
     /// Returns the process of the old server, if it can be known.
     #[must_use]
     pub fn pid(&self) -> Option<u32> {
-        peer_pid(&self.connection)
+        peer_pid(self.moves.connection())
+    }
+
+    /// Returns the connection over which the disks come, if they come one at a time.
+    #[must_use]
+    pub fn moves(&self) -> Option<&Moves> {
+        self.token.is_none().then_some(&self.moves)
+    }
+
+    /// Says that disks may come.
+    ///
+    /// # Errors
+    ///
+    /// If the old server has given up.
+    pub fn ready(&self) -> Result<(), TakeoverError> {
+        self.moves.say_byte(READY).map_err(TakeoverError::BrokenOff)
+    }
+
+    /// Takes the rest, for good, when all disks have come: the takeover socket and, with `control`, the control socket.
+    ///
+    /// # Errors
+    ///
+    /// If the old server has died.
+    pub fn finish(&self, control: bool) -> Result<(), TakeoverError> {
+        let [accepted] = if control { ACCEPTED_WITH_CONTROL } else { ACCEPTED };
+        self.moves.say_byte(accepted).map_err(TakeoverError::BrokenOff)
     }
 
     /// Begins to open the images, which the old server does not open again before this value is dropped. Drop it after
@@ -200,8 +206,9 @@ impl Offer {
     pub fn accept(&self, control: bool) -> Result<(), TakeoverError> {
         let broken = TakeoverError::BrokenOff;
         let accepted = if control { ACCEPTED_WITH_CONTROL } else { ACCEPTED };
-        (&self.connection).write_all(&accepted).map_err(broken)?;
-        let read = (&self.connection).read_exact(&mut [0]);
+        let mut connection = self.moves.connection();
+        connection.write_all(&accepted).map_err(broken)?;
+        let read = connection.read_exact(&mut [0]);
         read.map_err(|error| TakeoverError::unanswered(error, DRAIN_MAX))?;
         self.lock_set.keep();
         Ok(())

@@ -5,7 +5,7 @@
 use std::ffi::OsStr;
 use std::io::{self, Read, Write};
 use std::net::Shutdown;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -13,12 +13,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use virtio_devices::vhost_user::{ClientState, Message};
+use virtio_devices::vhost_user::ClientState;
 
 use super::message::{
-    ACCEPTED_WITH_CONTROL, ControlSocket, GREETING, GREETING_WITHOUT_LOCKS, LISTENER, MANAGERS_LISTENER,
-    NOT_UNDERSTOOD, SEND_MAX, Token, receive, send, socket_path,
+    ACCEPTED, ACCEPTED_WITH_CONTROL, ControlSocket, GREETING, GREETING_FOR_ALL, NOT_UNDERSTOOD, READY,
+    SEND_MAX, Token, receive, send, send_client, send_listener, send_locks, socket_path,
 };
+use super::moves::Moves;
 use crate::socket::{Socket, SocketError, is_same_user};
 
 /// The longest time that a new server may take to send its request.
@@ -121,11 +122,8 @@ pub struct TakeoverListener {
 
 /// The answer to a request on the takeover socket.
 enum Verdict {
-    /// It can have the sockets, which it wants in this order, and the locks if it knows how to take them.
-    Accepted {
-        passes_locks: bool,
-        wanted: Vec<PathBuf>,
-    },
+    /// It can have the sockets, which it wants in this order, all at once or one at a time.
+    Accepted { is_for_all: bool, wanted: Vec<PathBuf> },
     /// The reason for the refusal.
     Refused(String),
 }
@@ -140,9 +138,9 @@ impl TakeoverListener {
         loop {
             let (connection, _) = self.listener.accept()?;
             let mut new = Successor::unnamed(connection);
-            match self.check(&new.connection) {
-                Ok(Verdict::Accepted { passes_locks, wanted }) => {
-                    if passes_locks {
+            match self.check(new.moves.connection()) {
+                Ok(Verdict::Accepted { is_for_all, wanted }) => {
+                    if is_for_all {
                         new.token = Some(Token::new()?);
                     }
                     new.wanted = wanted;
@@ -166,15 +164,15 @@ impl TakeoverListener {
         connection.set_write_timeout(Some(SEND_MAX))?;
         let (asked, _) = receive(connection)?;
         let mut parts = asked.split(|byte| *byte == 0);
-        let passes_locks = match parts.next() {
-            Some(GREETING) => true,
-            Some(GREETING_WITHOUT_LOCKS) => false,
+        let is_for_all = match parts.next() {
+            Some(GREETING) => false,
+            Some(GREETING_FOR_ALL) => true,
             _ => return Ok(Verdict::Refused(NOT_UNDERSTOOD.to_owned())),
         };
         let wanted: Vec<PathBuf> = parts.map(|path| OsStr::from_bytes(path).into()).collect();
         Ok(match mismatch(&self.sockets.lock(), &wanted) {
             Some(reason) => Verdict::Refused(reason),
-            None => Verdict::Accepted { passes_locks, wanted },
+            None => Verdict::Accepted { is_for_all, wanted },
         })
     }
 }
@@ -199,8 +197,8 @@ pub struct Taken {
 /// A new server that waits for the sockets.
 #[derive(Debug)]
 pub struct Successor {
-    pub(super) connection: UnixStream,
-    /// The token that only one server can read. `None`: the new server knows nothing of locks.
+    pub(super) moves: Moves,
+    /// The token that only one server can read. `None`: the new server takes disks one at a time.
     pub(super) token: Option<Token>,
     /// The sockets that it wants, by absolute paths.
     wanted: Vec<PathBuf>,
@@ -210,7 +208,7 @@ impl Successor {
     /// One that has not said what it wants.
     pub(super) fn unnamed(connection: UnixStream) -> Self {
         Self {
-            connection,
+            moves: Moves::new(connection),
             token: None,
             wanted: Vec::new(),
         }
@@ -222,14 +220,75 @@ impl Successor {
         mismatch(served, &self.wanted)
     }
 
-    /// Returns true if it takes the images' locks; else they are to be given back before anything is offered.
+    /// Returns the connection over which disks move to it, if it takes them one at a time.
     #[must_use]
-    pub fn takes_locks(&self) -> bool {
-        self.token.is_some()
+    pub fn moves(&self) -> Option<&Moves> {
+        self.token.is_none().then_some(&self.moves)
     }
 
-    /// Offers the sockets of disks whose images are closed, their clients, and the images' locks and the control socket if it
-    /// takes them. Returns when the new server has taken them, for good.
+    /// Returns the place at which it wants the socket of this absolute path.
+    #[must_use]
+    pub fn place_of(&self, socket: &Path) -> Option<usize> {
+        self.wanted.iter().position(|wanted| wanted == socket)
+    }
+
+    /// Offers sockets to one that takes disks one at a time. Returns when it is ready for the first.
+    ///
+    /// # Errors
+    ///
+    /// If it has given up, or takes too long.
+    pub fn offer<'a>(
+        &self,
+        takeover_socket: &UnixListener,
+        control: Option<&ControlSocket>,
+        sockets: impl Iterator<Item = &'a Socket>,
+    ) -> io::Result<()> {
+        let mut fds = vec![takeover_socket.as_raw_fd()];
+        if let Some(control) = control {
+            fds.extend([control.listener.as_raw_fd(), control.file.as_raw_fd()]);
+        }
+        send(self.moves.connection(), b"o", &fds)?;
+        for socket in self.in_order(sockets.map(|socket| (socket, ())))? {
+            send_listener(self.moves.connection(), socket.0)?;
+        }
+        match self.moves.answer(OPEN_MAX)? {
+            (READY, _) => Ok(()),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+
+    /// Says that all disks have moved. Returns when the new server has taken the rest, for good.
+    ///
+    /// # Errors
+    ///
+    /// If it has died.
+    pub fn finish(&self) -> io::Result<Taken> {
+        self.moves.end()?;
+        let (accepted, _) = self.moves.answer(OPEN_MAX)?;
+        match [accepted] {
+            ACCEPTED => Ok(Taken { control: false }),
+            ACCEPTED_WITH_CONTROL => Ok(Taken { control: true }),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+
+    /// Sorts disks by their sockets, in the order in which they are wanted: the new server tells them apart by nothing else.
+    fn in_order<'a, T>(
+        &self,
+        disks: impl Iterator<Item = (&'a Socket, T)>,
+    ) -> io::Result<Vec<(&'a Socket, T)>> {
+        let mut ordered = Vec::new();
+        for (socket, more) in disks {
+            let place = self.place_of(socket.absolute());
+            ordered.push((place.ok_or(io::ErrorKind::InvalidData)?, socket, more));
+        }
+        ordered.sort_by_key(|(place, ..)| *place);
+        let ordered = ordered.into_iter().map(|(_, socket, more)| (socket, more));
+        Ok(ordered.collect())
+    }
+
+    /// Offers the sockets of disks whose images are closed, their clients, the images' locks and the control socket to one that takes all
+    /// at once. Returns when it has taken them, for good.
     ///
     /// # Errors
     ///
@@ -242,57 +301,22 @@ impl Successor {
         locks: &[OwnedFd],
         disks: impl Iterator<Item = (&'a Socket, Option<ClientState>)>,
     ) -> io::Result<Taken> {
-        let connection = &self.connection;
+        let mut connection = self.moves.connection();
         connection.set_read_timeout(Some(OPEN_MAX))?;
-        match &self.token {
-            None => send(connection, b"o", &[takeover_socket.as_raw_fd()])?,
-            Some(token) => {
-                let mut fds = vec![takeover_socket.as_raw_fd(), token.0.as_raw_fd()];
-                // A new server that knows nothing of it drops it.
-                if let Some(control) = control {
-                    fds.extend([control.listener.as_raw_fd(), control.file.as_raw_fd()]);
-                }
-                send(connection, b"o", &fds)?;
-                let count = u32::try_from(locks.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
-                send(connection, &count.to_ne_bytes(), &[])?;
-                for lock in locks {
-                    send(connection, b"k", &[lock.as_raw_fd()])?;
-                }
-            }
+        let token = self.token.as_ref().ok_or(io::ErrorKind::InvalidInput)?;
+        let mut fds = vec![takeover_socket.as_raw_fd(), token.0.as_raw_fd()];
+        if let Some(control) = control {
+            fds.extend([control.listener.as_raw_fd(), control.file.as_raw_fd()]);
         }
-        // In the order in which it wants them: it tells them apart by nothing else.
-        let mut ordered = Vec::new();
-        for (socket, client) in disks {
-            let place = self.wanted.iter().position(|wanted| wanted == socket.absolute());
-            ordered.push((place.ok_or(io::ErrorKind::InvalidData)?, socket, client));
+        send(connection, b"o", &fds)?;
+        send_locks(connection, locks)?;
+        for (socket, client) in self.in_order(disks)? {
+            send_listener(connection, socket)?;
+            send_client(connection, client.as_ref())?;
         }
-        ordered.sort_by_key(|(place, ..)| *place);
-        for (_, socket, client) in ordered {
-            let kind = if socket.is_managers() {
-                MANAGERS_LISTENER
-            } else {
-                LISTENER
-            };
-            send(connection, kind, &[socket.listener().as_raw_fd()])?;
-            let Some(ClientState {
-                connection: client,
-                messages,
-            }) = client
-            else {
-                send(connection, b"", &[])?;
-                continue;
-            };
-            let count = u32::try_from(messages.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
-            send(connection, &count.to_ne_bytes(), &[client.as_raw_fd()])?;
-            for Message { bytes, fds } in &messages {
-                let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
-                send(connection, bytes, &raw)?;
-            }
-        }
-        let mut stream = connection;
         let mut accepted = [0];
-        stream.read_exact(&mut accepted)?;
-        stream.write_all(b"a")?;
+        connection.read_exact(&mut accepted)?;
+        connection.write_all(b"a")?;
         Ok(Taken {
             control: accepted == ACCEPTED_WITH_CONTROL,
         })
@@ -305,17 +329,13 @@ impl Successor {
     ///
     /// If it still has the images open then. They are not to be opened.
     pub fn take_back(self, patience: Duration) -> io::Result<()> {
-        let Some(token) = &self.token else {
-            // Their locks say whether it has them.
-            return Ok(());
-        };
-        if token.take() {
+        if self.token.as_ref().is_none_or(Token::take) {
             return Ok(());
         }
         // It waits for an answer, perhaps.
-        self.connection.shutdown(Shutdown::Write).unwrap_or_default();
+        let mut stream = self.moves.connection();
+        stream.shutdown(Shutdown::Write).unwrap_or_default();
         let until = Instant::now() + patience;
-        let mut stream = &self.connection;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -337,6 +357,6 @@ impl Successor {
     /// Tells the new server that it gets nothing.
     pub fn refuse(self, reason: &str) {
         // One that has gone need not be told.
-        send(&self.connection, format!("n{reason}").as_bytes(), &[]).unwrap_or_default();
+        send(self.moves.connection(), format!("n{reason}").as_bytes(), &[]).unwrap_or_default();
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use virtio_devices::vhost_user::HandOverError;
 
-use super::message::{GREETING, GREETING_WITHOUT_LOCKS, NOT_UNDERSTOOD, receive, request, send, socket_path};
+use super::message::{GREETING_FOR_ALL, NOT_UNDERSTOOD, receive, request, send, socket_path};
 use super::offer::ask;
 use super::successor::OPEN_MAX;
 use super::*;
@@ -83,13 +83,13 @@ fn hand_over(
 fn take_over_holds_the_locks_after_the_old_server_ends() {
     let world = &World::new();
     let new = || {
-        let offer = take_over(&world.sockets(), None).expect("an offer");
+        let offer = ask(&world.sockets(), None, GREETING_FOR_ALL).expect("an offer");
         offer.begin().expect("it is in time");
         offer.accept(false).expect("the old one ends");
         offer.disks.len()
     };
     let disks = serve(world, new, |socket, takeover_socket, successor| {
-        assert!(successor.takes_locks());
+        assert!(successor.moves().is_none());
         hand_over(&successor, socket, takeover_socket, &world.locks(300)).expect("it takes them");
     });
     assert_eq!(disks, 1);
@@ -101,7 +101,7 @@ fn take_back_waits_for_the_new_server_to_close_images() {
     let image = Mutex::new(false);
     let is_open = |open: bool| *image.lock() = open;
     let new = || {
-        let offer = take_over(&world.sockets(), None).expect("an offer");
+        let offer = ask(&world.sockets(), None, GREETING_FOR_ALL).expect("an offer");
         offer.begin().expect("it is in time");
         is_open(true);
         thread::sleep(Duration::from_millis(300));
@@ -118,7 +118,7 @@ fn take_back_waits_for_the_new_server_to_close_images() {
     let (told, hears) = std::sync::mpsc::channel();
     let (begun, begins) = std::sync::mpsc::channel();
     let new = move || {
-        let offer = take_over(&world.sockets(), None).expect("an offer");
+        let offer = ask(&world.sockets(), None, GREETING_FOR_ALL).expect("an offer");
         offer.begin().expect("it is in time");
         begun.send(()).expect("it listens");
         hears.recv().expect("the end");
@@ -139,7 +139,7 @@ fn take_back_waits_for_the_new_server_to_close_images() {
 /// Offers everything, and does not wait for it to be taken.
 fn send_offer(successor: &Successor, socket: &Socket, takeover_socket: &TakeoverSocket) {
     let token = successor.token.as_ref().expect("a token");
-    let connection = &successor.connection;
+    let connection = successor.moves.connection();
     send(
         connection,
         b"o",
@@ -156,7 +156,7 @@ fn begin_fails_after_the_old_server_took_back() {
     let world = &World::new();
     let (told, hears) = std::sync::mpsc::channel();
     let new = move || {
-        let offer = take_over(&world.sockets(), None).expect("an offer");
+        let offer = ask(&world.sockets(), None, GREETING_FOR_ALL).expect("an offer");
         hears.recv().expect("a word");
         offer.begin().expect_err("too late")
     };
@@ -179,7 +179,7 @@ fn hand_over_times_out_on_a_server_that_does_not_read() {
     let (told, hears) = std::sync::mpsc::channel::<()>();
     let new = move || {
         let stream = UnixStream::connect(socket_path(&world.sockets()[0])).expect("a takeover socket");
-        let asked = request(GREETING, &world.sockets()).expect("a request");
+        let asked = request(GREETING_FOR_ALL, &world.sockets()).expect("a request");
         send(&stream, &asked, &[]).expect("sent");
         // Nothing is read until the other side has given up.
         assert!(hears.recv().is_err());
@@ -197,37 +197,100 @@ fn hand_over_times_out_on_a_server_that_does_not_read() {
 }
 
 #[test]
-fn takeover_works_without_locks_with_the_previous_version() {
-    // A new server that asks as it did.
-    let world = &World::new();
-    let new = || {
-        let offer = ask(&world.sockets(), None, GREETING_WITHOUT_LOCKS).expect("an offer");
-        offer.begin().expect("nothing is to be taken");
-        offer.accept(false).expect("the old one ends");
-        assert!(offer.token.is_none());
-    };
-    serve(world, new, |socket, takeover_socket, successor| {
-        assert!(!successor.takes_locks());
-        hand_over(&successor, socket, takeover_socket, &[]).expect("it takes them");
-    });
-
+fn takeover_is_of_all_disks_at_once_with_the_previous_version() {
     // An old server that knows only that request, and refuses others in its words.
     let world = &World::new();
     let (socket, takeover_socket, _) = world.open();
     let listener = takeover_socket.listener_for_thread().expect("a listener");
     thread::scope(|scope| {
-        let new =
-            scope.spawn(|| take_over(&world.sockets(), None).map(|offer| (offer.accept(false), offer.token)));
+        let new = scope.spawn(|| {
+            let offer = take_over(&world.sockets(), None).expect("an offer");
+            assert!(offer.moves().is_none());
+            offer.begin().expect("it is in time");
+            offer.accept(false)
+        });
         let (connection, _) = listener.listener.accept().expect("somebody comes");
         receive(&connection).expect("a request");
         Successor::unnamed(connection).refuse(NOT_UNDERSTOOD);
-        let mut successor = listener.wait().expect("it comes again");
-        successor.token = None;
+        let successor = listener.wait().expect("it comes again");
         hand_over(&successor, &socket, &takeover_socket, &[]).expect("it takes them");
-        let (accepted, token) = new.join().expect("no panic").expect("an offer");
-        accepted.expect("the old one ends");
-        assert!(token.is_none());
+        new.join().expect("no panic").expect("the old one ends");
     });
+}
+
+/// A server that takes disks one at a time: offered, given, refused, given again, and finished.
+#[test]
+fn disks_move_one_at_a_time_in_both_directions() {
+    let world = &World::new();
+    let moving = |locks: usize| MovingDisk {
+        place: 0,
+        locks: world.locks(locks),
+        client: None,
+    };
+    let new = || {
+        let offer = take_over(&world.sockets(), None).expect("an offer");
+        let moves = offer.moves().expect("one at a time");
+        offer.begin().expect("nothing is to be taken");
+        offer.ready().expect("it waits");
+        for locks in [3, 300] {
+            let next = moves.next().expect("a disk");
+            assert!(matches!(next, Next::Disk(disk) if disk.locks.len() == locks && disk.place == 0));
+            if locks == 3 {
+                moves.refuse("it is too small").expect("it waits");
+            } else {
+                moves.take().expect("it waits");
+            }
+        }
+        assert!(matches!(moves.give(moving(1)), Ok(Given::Taken)));
+        assert!(matches!(moves.next(), Ok(Next::NoFurther(why)) if why == "it is late"));
+        assert!(matches!(moves.next(), Ok(Next::End)));
+        offer.finish(false).expect("it waits");
+        offer.disks.len()
+    };
+    let disks = serve(world, new, |socket, takeover_socket, successor| {
+        let moves = successor.moves().expect("one at a time");
+        let sockets = [socket].into_iter();
+        let listener = takeover_socket.listener();
+        successor.offer(listener, None, sockets).expect("it is ready");
+        assert_eq!(successor.place_of(socket.absolute()), Some(0));
+        let refused = moves.give(moving(3)).expect("an answer");
+        assert!(matches!(refused, Given::Refused(why) if why == "it is too small"));
+        assert!(matches!(moves.give(moving(300)), Ok(Given::Taken)));
+        assert!(matches!(moves.next(), Ok(Next::Disk(disk)) if disk.locks.len() == 1));
+        moves.take().expect("it waits");
+        moves.go_no_further("it is late").expect("it waits");
+        let taken = successor.finish().expect("it has all");
+        assert!(!taken.control);
+    });
+    assert_eq!(disks, 1);
+}
+
+/// The new server ends when it has been given a disk, before it has one, and instead of an answer.
+#[test]
+fn disk_is_lost_only_when_the_connection_has_ended() {
+    let world = &World::new();
+    for answers in [false, true] {
+        let new = || {
+            let offer = take_over(&world.sockets(), None).expect("an offer");
+            offer.ready().expect("it waits");
+            let moves = offer.moves().expect("one at a time");
+            if answers {
+                assert!(matches!(moves.next(), Ok(Next::Disk(_))));
+            }
+        };
+        serve(world, new, |socket, takeover_socket, successor| {
+            let sockets = [socket].into_iter();
+            let listener = takeover_socket.listener();
+            successor.offer(listener, None, sockets).expect("it is ready");
+            let moving = MovingDisk {
+                place: 0,
+                locks: world.locks(2),
+                client: None,
+            };
+            let moves = successor.moves().expect("one at a time");
+            assert!(matches!(moves.give(moving), Ok(Given::Lost)));
+        });
+    }
 }
 
 #[test]

@@ -12,13 +12,18 @@ use block::lock::LockSet;
 use parking_lot::Mutex;
 use virtio_devices::vhost_user::{PausedClient, StopToken};
 
+use super::desk::ServedControl;
+use super::moves::NotMoved;
 use super::roster::Roster;
-use super::served::{Served, confine};
-use crate::error::CommandFailure;
+use super::served::{Place, Served, confine};
+use crate::disk_config::DiskConfig;
+use crate::error::{CommandFailure, chain};
 use crate::parallel;
 use crate::sandbox::Task;
 use crate::socket::{Socket, SocketError};
-use crate::takeover::{self, ControlSocket, Offer, Successor, Taken, TakeoverListener, TakeoverSocket};
+use crate::takeover::{
+    self, ControlSocket, Moves, Next, Offer, Successor, Taken, TakeoverListener, TakeoverSocket,
+};
 
 /// The longest time that a client may take to complete a message, and its thread to execute it, during a takeover. It
 /// is long enough for a busy machine, because slower clients are disconnected.
@@ -29,8 +34,177 @@ const REOPEN_MAX: Duration = Duration::from_secs(20);
 /// The state of a pending takeover.
 pub(super) struct Takeover {
     pub(super) successor: Arc<Mutex<Option<Successor>>>,
+    /// What a new server has taken that has all disks.
+    pub(super) finished: Arc<Mutex<Option<Taken>>>,
     /// Reopens the takeover socket after a failed takeover.
     pub(super) again: mpsc::Sender<()>,
+}
+
+/// Lets no client of the control socket in, and returns it for a new server.
+pub(super) fn pause_control(control: &Mutex<Option<ServedControl>>) -> Option<ControlSocket> {
+    let offered = control.lock().as_ref().map(ServedControl::pause).transpose();
+    offered
+        .inspect_err(|error| tracing::warn!(%error, "cannot pass the control socket to the new server"))
+        .unwrap_or_default()
+}
+
+/// Leaves the control socket to a new server that has taken it. Otherwise it ends with its file: the new server has none, or one of its
+/// own.
+pub(super) fn give_up_control(control: &Mutex<Option<ServedControl>>, taken: Taken) {
+    let control = control.lock().take();
+    if let Some(control) = control.filter(|_| taken.control) {
+        control.give_up();
+    }
+}
+
+/// Moves all disks to a new server, one at a time. If one cannot move, those that have moved come back.
+///
+/// # Errors
+///
+/// The reason, as a sentence. This server serves the disks.
+fn move_all(
+    roster: &Arc<Roster>,
+    new: &Successor,
+    moves: &Moves,
+    control: Option<&ControlSocket>,
+) -> Result<Taken, String> {
+    let _moving = roster.moving.lock();
+    let mut disks = roster.entries();
+    // As the new one lists them.
+    disks.sort_by_key(|(_, disk)| new.place_of(disk.socket.absolute()));
+    let not_offered = |error| format!("the new server is not ready: {}", chain(&lost(error)));
+    let takeover = roster.takeover_listener().ok_or("it has no socket for that")?;
+    let sockets = disks.iter().map(|(_, disk)| &disk.socket);
+    new.offer(&takeover, control, sockets).map_err(not_offered)?;
+    let mut moved: Vec<(usize, u64, Arc<Served>)> = Vec::new();
+    let mut failed = None;
+    for (number, disk) in disks {
+        let Some(place) = new.place_of(disk.socket.absolute()) else {
+            continue;
+        };
+        match roster.give(number, &disk, place, moves) {
+            Ok(()) => moved.push((place, number, disk)),
+            Err(why) => {
+                failed = Some((disk.name.clone(), why));
+                break;
+            }
+        }
+    }
+    let error = match failed {
+        None => match new.finish() {
+            Ok(taken) => return Ok(taken),
+            Err(error) => format!(
+                "the new server has all disks, and has gone: {}",
+                chain(&lost(error))
+            ),
+        },
+        Some((name, NotMoved::Lost)) => format!("disk {name}: the new server has exited; see its own output"),
+        // It gives the others back by itself.
+        Some((name, NotMoved::Refused(reason))) => format!("disk {name}: {reason}"),
+        Some((name, NotMoved::Stays(reason) | NotMoved::Failed(reason))) => {
+            moves.go_no_further(&reason).unwrap_or_default();
+            format!("disk {name}: {reason}")
+        }
+    };
+    take_all_back(roster, moves, moved);
+    Err(error)
+}
+
+/// Takes the disks back that a new server has, or serves them again if that has gone.
+fn take_all_back(roster: &Roster, moves: &Moves, mut moved: Vec<(usize, u64, Arc<Served>)>) {
+    while let Ok(Next::Disk(moving)) = moves.next() {
+        let Some(index) = moved.iter().position(|(place, ..)| *place == moving.place) else {
+            break;
+        };
+        let (_, number, disk) = &moved[index];
+        match roster.take_back(*number, disk, moving, moves) {
+            Ok(()) => drop(moved.swap_remove(index)),
+            Err(reason) => {
+                tracing::error!(disk = disk.name, reason, "cannot take a disk back");
+                moves.refuse(&reason).unwrap_or_default();
+            }
+        }
+    }
+    for (_, number, disk) in &moved {
+        roster.reclaim(*number, disk);
+    }
+}
+
+/// Takes in all disks of an old server, `coming` in the order that was asked for. If one cannot come, those that have come go back.
+///
+/// # Errors
+///
+/// The failure. Nothing is served here.
+pub(super) fn take_in_all(
+    roster: &Arc<Roster>,
+    offer: &Offer,
+    mut coming: Vec<Option<((Place, Socket), DiskConfig)>>,
+) -> Result<(), CommandFailure> {
+    let failed = |error: takeover::TakeoverError| CommandFailure::Failed(error.into());
+    let Some(moves) = offer.moves() else {
+        return Ok(());
+    };
+    offer.ready().map_err(failed)?;
+    let mut come = Vec::new();
+    let failure = loop {
+        match moves.next() {
+            Ok(Next::End) => return Ok(()),
+            Ok(Next::NoFurther(reason)) => break failed(takeover::TakeoverError::Refused { reason }),
+            Ok(Next::Disk(moving)) => {
+                let place = moving.place;
+                let wanted = coming.get_mut(place).and_then(Option::take);
+                let taken = match wanted {
+                    Some((at, config)) => roster.take_in(at, config, moving, moves),
+                    None => Err(CommandFailure::about("a disk has come twice", place.to_string())),
+                };
+                match taken {
+                    Ok(number) => come.push((place, number)),
+                    Err(failure) => {
+                        let reason = failure.line().unwrap_or_default();
+                        moves.refuse(&reason).unwrap_or_default();
+                        break failure;
+                    }
+                }
+            }
+            Err(error) if come.is_empty() => break failed(takeover::TakeoverError::BrokenOff(error)),
+            Err(error) => {
+                let error = chain(&lost(error));
+                tracing::error!(
+                    error,
+                    "the old server has gone in the middle of a takeover; its other disks are opened"
+                );
+                coming
+                    .into_iter()
+                    .flatten()
+                    .for_each(|(at, config)| roster.open_left(at, config));
+                return Ok(());
+            }
+        }
+    };
+    give_all_back(roster, moves, come);
+    Err(failure)
+}
+
+/// Gives disks back to an old server, which continues.
+fn give_all_back(roster: &Arc<Roster>, moves: &Moves, come: Vec<(usize, u64)>) {
+    let disks = roster.entries();
+    for (place, number) in come {
+        let Some((_, disk)) = disks.iter().find(|(served, _)| *served == number) else {
+            continue;
+        };
+        match roster.give(number, disk, place, moves) {
+            Ok(()) => roster.forget(number),
+            Err(NotMoved::Stays(reason) | NotMoved::Refused(reason)) => {
+                tracing::error!(
+                    disk = disk.name,
+                    reason,
+                    "cannot give a disk back, and disconnects its client"
+                );
+            }
+            Err(NotMoved::Lost | NotMoved::Failed(_)) => {}
+        }
+    }
+    moves.end().unwrap_or_default();
 }
 
 /// The sockets that an old server offers, in order.
@@ -51,7 +225,7 @@ pub(super) fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<
 /// old one can continue with them.
 pub(super) fn accept(
     offer: &mut Offer,
-    served: &[Served],
+    served: &[Arc<Served>],
     takes_control: bool,
 ) -> Result<(), CommandFailure> {
     for (disk, handed) in served.iter().zip(std::mem::take(&mut offer.disks)) {
@@ -127,15 +301,13 @@ pub(super) fn hand_over(
     served.iter().for_each(|disk| disk.disk.detach());
     let lock_set = roster.lock_set();
     let mut locks = Vec::new();
-    if successor.takes_locks() {
-        match lock_set.descriptors() {
-            Ok(held) => {
-                locks = held;
-                lock_set.leave();
-            }
-            // Given back, as by a server that takes none, and taken again by whoever opens the images.
-            Err(error) => tracing::warn!(%error, "cannot pass the image locks to the new server"),
+    match lock_set.descriptors() {
+        Ok(held) => {
+            locks = held;
+            lock_set.leave();
         }
+        // Given back, and taken again by whoever opens the images.
+        Err(error) => tracing::warn!(%error, "cannot pass the image locks to the new server"),
     }
     let mut failed = None;
     let images: Vec<_> = served.iter().map(|disk| (&disk.server, &disk.image)).collect();
@@ -212,9 +384,10 @@ pub(super) fn stop_on_takeover(
     listener: TakeoverListener,
     roster: Arc<Roster>,
     stop: StopToken,
+    control: Arc<Mutex<Option<ServedControl>>>,
 ) -> std::io::Result<Takeover> {
-    let successor = Arc::new(Mutex::new(None));
-    let shared = Arc::clone(&successor);
+    let (successor, finished) = (Arc::new(Mutex::new(None)), Arc::new(Mutex::new(None)));
+    let (shared, all) = (Arc::clone(&successor), Arc::clone(&finished));
     let (again, resumed) = mpsc::channel();
     let wait_and_pause = move || -> std::io::Result<()> {
         confine(Task::Control, roster.setup.options)?;
@@ -231,6 +404,26 @@ pub(super) fn stop_on_takeover(
                 continue;
             }
             tracing::info!(event = "handing-over", "handing over to a new server");
+            if let Some(moves) = new.moves() {
+                let offered = pause_control(&control);
+                match move_all(&roster, &new, moves, offered.as_ref()) {
+                    Ok(taken) => {
+                        *all.lock() = Some(taken);
+                        stop.pause(Duration::ZERO);
+                        return Ok(());
+                    }
+                    Err(error) => {
+                        tracing::warn!(
+                            disks = names(&served),
+                            error,
+                            "the takeover failed; this server continues to serve"
+                        );
+                        control.lock().iter().for_each(ServedControl::resume);
+                        roster.resume();
+                        continue;
+                    }
+                }
+            }
             *shared.lock() = Some(new);
             // Their guests need not wait for the end of a compaction.
             served.iter().for_each(|disk| disk.disk.prepare_to_detach());
@@ -249,5 +442,9 @@ pub(super) fn stop_on_takeover(
     std::thread::Builder::new()
         .name("takeover".to_owned())
         .spawn(report)?;
-    Ok(Takeover { successor, again })
+    Ok(Takeover {
+        successor,
+        finished,
+        again,
+    })
 }

@@ -270,9 +270,16 @@ impl Roster {
     }
 
     /// Has a disk served no longer, and returns its client, which waits.
-    fn pause_disk(self: &Arc<Self>, number: u64, disk: &Arc<Served>) -> Result<Option<PausedClient>, String> {
-        // Its guest need not wait for the end of a compaction.
+    pub(super) fn pause_disk(
+        self: &Arc<Self>,
+        number: u64,
+        disk: &Arc<Served>,
+    ) -> Result<Option<PausedClient>, String> {
+        // Its guest need not wait for the end of a compaction, nor until what it has written so far is durable.
         disk.disk.prepare_to_detach();
+        disk.disk
+            .flush()
+            .map_or_else(|error| tracing::debug!(error, "the close will say so"), drop);
         let paused = self.reception.pause(number);
         let mut answered = paused.recv_timeout(MESSAGE_MAX);
         if matches!(answered, Err(RecvTimeoutError::Timeout)) {

@@ -27,6 +27,7 @@ use virtio_devices::vhost_user::{PausedClient, Reception, Seat, ServeError, Stop
 
 use super::file::ConfigFile;
 use super::hand_over::sockets;
+use super::image::Found;
 use super::orders::Orders;
 use super::served::{Options, Place, Served, Workers, close, failure_hook, find, listen, serve};
 use super::workers;
@@ -34,7 +35,7 @@ use crate::control::DiskKeys;
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, chain};
 use crate::sd_notify::Manager;
-use crate::socket::check_path;
+use crate::socket::{Socket, check_path};
 use crate::takeover::TakeoverSocket;
 
 /// The longest time that a request to remove a disk waits for the requests of its client in flight.
@@ -47,6 +48,8 @@ pub(super) struct Roster {
     pub(super) state: Mutex<State>,
     changes: Mutex<Changes>,
     handed_over: Condvar,
+    /// Held while disks move to another server.
+    pub(super) moving: Mutex<()>,
     pub(super) setup: Setup,
 }
 
@@ -110,7 +113,8 @@ impl Roster {
         setup: Setup,
     ) -> Arc<Self> {
         let served: Vec<_> = (0..).zip(served.into_iter().map(Arc::new)).collect();
-        let listed = served.iter().map(|(_, disk)| disk.name.clone()).collect();
+        let file = setup.file.iter().flat_map(|file| &file.disks);
+        let listed = file.map(|disk| disk.config.name()).collect();
         Arc::new(Self {
             reception,
             stop: stop.clone(),
@@ -125,6 +129,7 @@ impl Roster {
             }),
             changes: Mutex::default(),
             handed_over: Condvar::new(),
+            moving: Mutex::default(),
             setup,
         })
     }
@@ -191,6 +196,15 @@ impl Roster {
             self.reception
                 .enter(*number, seat(disk, disk.client.lock().take()));
         }
+        self.serve_those_who_enter(orders)
+    }
+
+    /// As [`Roster::serve`], of disks that [enter](Roster::enter) meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub(super) fn serve_those_who_enter(&self, orders: &Orders) -> Result<(), CommandFailure> {
         let ended = self
             .reception
             .serve(&mut |number, error| orders.failed(number, error));
@@ -215,9 +229,15 @@ impl Roster {
         self.handed_over.notify_all();
     }
 
+    /// Returns the disks that are served now, with their numbers.
+    pub(super) fn entries(&self) -> Vec<(u64, Arc<Served>)> {
+        self.state.lock().served.clone()
+    }
+
     /// Lets no disk come or go any more, and returns all, with the failure of one that was served no longer.
     pub(super) fn end(&self) -> (Vec<Arc<Served>>, Option<CommandFailure>) {
-        // A change under way ends first.
+        // A change under way ends first, and so do disks that move.
+        let _moving = self.moving.lock();
         self.changes.lock().has_ended = true;
         let mut state = self.state.lock();
         drop(state.takeover_socket.take());
@@ -289,15 +309,43 @@ impl Roster {
         self.check(&config, &place, &[]).map_err(refused)?;
         let disk = self.open(place, config).map_err(refused)?;
         let (driver, socket) = (disk.server.driver_name(), disk.socket.path().to_owned());
+        self.enter(disk, None);
+        tracing::info!(event = "disk-added", disk = %name, socket = %socket.display(), driver, "serving one more disk");
+        Ok(json!({ "id": name, "socket": socket }))
+    }
+
+    /// Has a disk served from now on, beginning with `client`. Returns its number.
+    pub(super) fn enter(&self, disk: Arc<Served>, client: Option<PausedClient>) -> u64 {
         let mut state = self.state.lock();
         let number = state.next;
         state.next += 1;
-        self.reception.enter(number, seat(&disk, None));
+        self.reception.enter(number, seat(&disk, client));
         state.served.push((number, disk));
         tell(&state);
-        drop(state);
-        tracing::info!(event = "disk-added", disk = %name, socket = %socket.display(), driver, "serving one more disk");
-        Ok(json!({ "id": name, "socket": socket }))
+        number
+    }
+
+    /// Forgets a disk that another server has.
+    pub(super) fn forget(&self, number: u64) {
+        let mut state = self.state.lock();
+        state.served.retain(|(served, _)| *served != number);
+        tell(&state);
+    }
+
+    /// Starts the server of a disk, on workers as those of all.
+    pub(super) fn serve_here(
+        &self,
+        at: (Place, Socket),
+        config: DiskConfig,
+        found: Found,
+        options: Options,
+    ) -> Result<Served, CommandFailure> {
+        let on_failure = failure_hook(&self.reception);
+        let workers = Workers {
+            shared: self.setup.shared.as_ref(),
+            on_failure: &on_failure,
+        };
+        serve(at, config, found, options, workers)
     }
 
     /// Refuses a disk whose name, image or socket another one has, but for those that are `going`.
@@ -354,19 +402,13 @@ impl Roster {
     /// Opens the image and makes the socket of one more disk.
     fn open(&self, place: Place, config: DiskConfig) -> Result<Arc<Served>, String> {
         let setup = &self.setup;
-        let lock_set = self.lock_set();
         let here = Options {
             incoming: false,
             ..setup.options
         };
         let socket = listen(&place, setup.options.access).map_err(|error| chain(&error))?;
-        let found = find(&config, here, &lock_set).map_err(|error| chain(&error))?;
-        let on_failure = failure_hook(&self.reception);
-        let workers = Workers {
-            shared: setup.shared.as_ref(),
-            on_failure: &on_failure,
-        };
-        let served = serve((place, socket), config, found, here, workers);
+        let found = find(&config, here, &self.lock_set()).map_err(|error| chain(&error))?;
+        let served = self.serve_here((place, socket), config, found, here);
         Ok(Arc::new(served.map_err(text)?))
     }
 

@@ -13,8 +13,8 @@ const BLOCKS: usize = 256;
 const WORKERS: [&str; 2] = ["--workers", "2"];
 /// The bounds of `docs/howto-density.md` are three seconds and 100 ms, and `make bench` measures. This machine does other things.
 const SLOW: Duration = Duration::from_secs(30);
-/// For each hundred disks: all of them are handed over together.
-const INTERRUPTION_MAX: Duration = Duration::from_secs(2);
+/// However many disks there are: they move one at a time.
+const INTERRUPTION_MAX: Duration = Duration::from_secs(1);
 
 fn count() -> usize {
     let asked = std::env::var("RINGDISK_DISKS").ok();
@@ -165,8 +165,7 @@ fn many_disks_are_served_grown_handed_over_and_closed() {
         longest = longest.max(work_all(&mut clients, &mut random));
     }
     println!("the longest interruption by a takeover of {count} disks: {longest:?}");
-    let most = INTERRUPTION_MAX * u32::try_from(count.div_ceil(100)).expect("fewer disks");
-    assert!(longest < most, "{longest:?}");
+    assert!(longest < INTERRUPTION_MAX, "{longest:?}");
     assert!(clients.iter().all(Client::is_connected), "{}", world.log());
 
     let began = Instant::now();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::client::{BLOCK, Client};
-use crate::server::World;
+use crate::server::{Server, World};
 use ringdisk_gen::Random;
 
 /// The longest interruption by a takeover that the machine does not hold up.
@@ -201,6 +201,15 @@ fn takeover_is_all_or_nothing_when_the_new_server_dies() {
             if !old.is_running() {
                 break false;
             }
+            // The new one had it already: the old one has it again, without a client.
+            if !client.is_connected() {
+                // It may be about to end, as it has handed everything over.
+                std::thread::sleep(Duration::from_millis(200));
+                if old.is_running() {
+                    client.take_answers();
+                    client.connect(&world.path("socket"));
+                }
+            }
             assert!(
                 Instant::now() < deadline,
                 "round {round}: it neither serves nor ends: {}",
@@ -224,6 +233,185 @@ fn takeover_is_all_or_nothing_when_the_new_server_dies() {
     assert_eq!(old.stop(), Some(0), "{}", world.log());
     world.assert_sound(true);
     client.assert_contents(&world.contents());
+}
+
+/// Several disks with a client each.
+struct Disks {
+    world: World,
+    sockets: Vec<String>,
+    disks: Vec<String>,
+    clients: Vec<Client>,
+    random: Random,
+}
+
+impl Disks {
+    const BLOCKS: usize = 256;
+
+    fn new(count: usize) -> Self {
+        let world = World::new("cluster_size=4096", Self::BLOCKS * BLOCK);
+        for disk in 0..count {
+            let image = world.path(&format!("{disk}.qcow2"));
+            std::fs::copy(world.path("disk.qcow2"), image).expect("a copy");
+        }
+        Self {
+            world,
+            sockets: (0..count).map(|disk| format!("{disk}.sock")).collect(),
+            disks: (0..count)
+                .map(|disk| format!("path={disk}.qcow2,poll_us=0"))
+                .collect(),
+            clients: (0..count).map(|_| Client::new(Self::BLOCKS, true)).collect(),
+            random: Random::new(0xd15c5),
+        }
+    }
+
+    fn serve(&self, more: &[&str]) -> Server {
+        self.world.serve_all(&self.sockets, &self.disks, more)
+    }
+
+    /// Connects those clients whose server has gone.
+    fn connect(&mut self) {
+        for (client, socket) in self.clients.iter_mut().zip(&self.sockets) {
+            if !client.is_connected() {
+                client.take_answers();
+                client.connect(&self.world.path(socket));
+            }
+        }
+    }
+
+    fn are_connected(&self) -> bool {
+        self.clients.iter().all(Client::is_connected)
+    }
+
+    /// All clients work, in turns.
+    fn work(&mut self, how_long: Duration) {
+        let end = Instant::now() + how_long;
+        while Instant::now() < end {
+            for client in &mut self.clients {
+                client.work(&mut self.random, Duration::from_micros(100));
+            }
+        }
+    }
+
+    fn drain(&mut self) {
+        self.clients.iter_mut().for_each(Client::drain);
+    }
+
+    fn assert_contents(&self, leaks: bool) {
+        for (disk, client) in self.clients.iter().enumerate() {
+            let image = format!("{disk}.qcow2");
+            self.world.assert_image_sound(&image, leaks);
+            client.assert_contents(&self.world.contents_of(&image));
+        }
+    }
+}
+
+/// The last disk cannot be moved, because its client uses what the new server does not offer: those that have moved come back, with
+/// their clients. Then all move.
+#[test]
+fn disks_come_back_when_one_cannot_move() {
+    let mut all = Disks::new(4);
+    let mut old = all.serve(&["--control", "control"]);
+    all.connect();
+    let able = all.disks.clone();
+    for round in 0..3 {
+        all.disks[3] += ",sparse=off";
+        let mut less = all.serve(&["--takeover", "--control", "control"]);
+        while less.is_running() {
+            all.work(Duration::from_millis(1));
+        }
+        assert_eq!(less.wait(), Some(1), "round {round}");
+        assert!(old.is_running() && all.are_connected(), "{}", all.world.log());
+        all.work(Duration::from_millis(10));
+        // They are where they were, and can be changed.
+        let (ok, said) = all.world.ctl("control", &["disk-list"]);
+        assert!(ok && said.matches("\"open\":true").count() == 4, "{said}");
+        all.disks.clone_from(&able);
+        let new = all.serve(&["--takeover", "--control", "control"]);
+        while old.is_running() {
+            all.work(Duration::from_millis(1));
+        }
+        assert_eq!(old.wait(), Some(0), "round {round}: {}", all.world.log());
+        assert!(all.are_connected(), "{}", all.world.log());
+        old = new;
+    }
+    let log = all.world.log();
+    assert!(
+        log.contains("were not offered")
+            && log.contains("the takeover failed; this server continues to serve"),
+        "{log}"
+    );
+    all.work(Duration::from_millis(10));
+    all.drain();
+    assert_eq!(old.stop(), Some(0), "{}", all.world.log());
+    all.assert_contents(false);
+}
+
+/// Either server dies in the middle of a takeover of several disks. The other one serves all of them, or there was nothing to serve
+/// yet, or any more; clients that lose their server go on with what was in flight.
+#[test]
+fn disks_are_served_by_the_server_that_is_left_of_a_takeover() {
+    let mut all = Disks::new(6);
+    let mut old = all.serve(&["--restartable", "--pidfile", "pid"]);
+    all.connect();
+    let pid = |world: &World| -> Option<u32> {
+        let id = std::fs::read_to_string(world.path("pid")).ok()?;
+        id.trim_end().parse().ok()
+    };
+    let failures = |world: &World| world.log().matches("the takeover failed").count();
+    let (mut went_on, mut anew) = ([0, 0], [0, 0]);
+    for round in 0..24u64 {
+        all.work(Duration::from_millis(5));
+        let failed = failures(&all.world);
+        let mut new = all.serve(&["--takeover", "--restartable", "--pidfile", "pid"]);
+        all.work(Duration::from_micros(3000 + (round / 2) * 5000));
+        let kills_new = round % 2 == 0;
+        let deadline = Instant::now() + Duration::from_secs(40);
+        let left = if kills_new {
+            new.kill();
+            // It says so if a takeover was under way, and ends if that was through.
+            let soon = Instant::now() + Duration::from_millis(500);
+            while old.is_running() && failures(&all.world) == failed && Instant::now() < soon {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            old.is_running().then_some(old)
+        } else {
+            old.kill();
+            while new.is_running() && pid(&all.world) != Some(new.pid()) {
+                assert!(Instant::now() < deadline, "round {round}: {}", all.world.log());
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            new.is_running().then_some(new)
+        };
+        let which = usize::from(kills_new);
+        old = match left {
+            Some(left) => {
+                went_on[which] += 1;
+                left
+            }
+            None => {
+                anew[which] += 1;
+                all.serve(&["--restartable", "--pidfile", "pid"])
+            }
+        };
+        all.connect();
+        all.work(Duration::from_millis(5));
+        all.drain();
+        assert!(all.are_connected(), "round {round}: {}", all.world.log());
+    }
+    println!(
+        "the old one was killed: {} went on, {} began anew",
+        went_on[0], anew[0]
+    );
+    println!(
+        "the new one was killed: {} went on, {} began anew",
+        went_on[1], anew[1]
+    );
+    assert!(
+        went_on[0] > 0 && went_on[1] > 0,
+        "every kill came too soon or too late"
+    );
+    assert_eq!(old.stop(), Some(0), "{}", all.world.log());
+    all.assert_contents(true);
 }
 
 #[test]
