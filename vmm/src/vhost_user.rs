@@ -14,6 +14,7 @@ mod hand_over;
 mod image;
 mod moves;
 mod orders;
+mod pause;
 mod reload;
 mod roster;
 mod served;
@@ -45,8 +46,9 @@ use desk::{ControlPlace, ServedControl, VhostUserDesk};
 pub use file::{ConfigFile, FileError, Start};
 use hand_over::{
     HandOverFailure, Takeover, accept, adopt_sockets, give_up_control, hand_over, lost, names,
-    open_takeover_socket, pause_control, reopen, stop_on_takeover, take_in_all,
+    open_takeover_socket, pause_control, reopen, stop_on_takeover,
 };
+use moves::take_in_all;
 use orders::Orders;
 use roster::{Roster, Setup};
 pub use served::{Options, Place};

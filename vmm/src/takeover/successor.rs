@@ -26,6 +26,8 @@ use crate::socket::{Socket, SocketError, is_same_user};
 const REQUEST_MAX: Duration = Duration::from_secs(1);
 /// The longest time that the new server may take to open the images, before the old one wants them back.
 pub(super) const OPEN_MAX: Duration = Duration::from_secs(20);
+/// The longest time that the new server may take to look at all images, while the old one serves.
+const READY_MAX: Duration = Duration::from_secs(60);
 
 /// A server's takeover socket. Its file is removed on drop.
 #[derive(Debug)]
@@ -251,7 +253,7 @@ impl Successor {
         for socket in self.in_order(sockets.map(|socket| (socket, ())))? {
             send_listener(self.moves.connection(), socket.0)?;
         }
-        match self.moves.answer(OPEN_MAX)? {
+        match self.moves.answer(READY_MAX)? {
             (READY, _) => Ok(()),
             _ => Err(io::ErrorKind::InvalidData.into()),
         }

@@ -13,12 +13,15 @@ use std::time::{Duration, Instant};
 
 use virtio_devices::vhost_user::PausedClient;
 
+use super::hand_over::lost;
 use super::roster::{Roster, seat, text};
 use super::served::{Options, Place, Served, close, find};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, chain};
 use crate::socket::Socket;
-use crate::takeover::{Given, Moves, MovingDisk, not_adopted};
+use crate::takeover::{
+    ControlSocket, Given, Moves, MovingDisk, Next, Offer, Successor, Taken, TakeoverError, not_adopted,
+};
 
 /// The longest wait for the lock of an image whose server has died: its I/O may still be under way.
 const LOCK_MAX: Duration = Duration::from_secs(20);
@@ -195,4 +198,154 @@ impl Roster {
             }
         }
     }
+}
+
+/// Moves all disks to a new server, one at a time. If one cannot move, those that have moved come back.
+///
+/// # Errors
+///
+/// The reason, as a sentence. This server serves the disks.
+pub(super) fn move_all(
+    roster: &Arc<Roster>,
+    new: &Successor,
+    moves: &Moves,
+    control: Option<&ControlSocket>,
+) -> Result<Taken, String> {
+    let _moving = roster.moving.lock();
+    let mut disks = roster.entries();
+    // As the new one lists them.
+    disks.sort_by_key(|(_, disk)| new.place_of(disk.socket.absolute()));
+    let not_offered = |error| format!("the new server is not ready: {}", chain(&lost(error)));
+    let takeover = roster.takeover_listener().ok_or("it has no socket for that")?;
+    let sockets = disks.iter().map(|(_, disk)| &disk.socket);
+    new.offer(&takeover, control, sockets).map_err(not_offered)?;
+    let mut moved: Vec<(usize, u64, Arc<Served>)> = Vec::new();
+    let mut failed = None;
+    for (number, disk) in disks {
+        let Some(place) = new.place_of(disk.socket.absolute()) else {
+            continue;
+        };
+        match roster.give(number, &disk, place, moves) {
+            Ok(()) => moved.push((place, number, disk)),
+            Err(why) => {
+                failed = Some((disk.name.clone(), why));
+                break;
+            }
+        }
+    }
+    let error = match failed {
+        None => match new.finish() {
+            Ok(taken) => return Ok(taken),
+            Err(error) => format!(
+                "the new server has all disks, and has gone: {}",
+                chain(&lost(error))
+            ),
+        },
+        Some((name, NotMoved::Lost)) => format!("disk {name}: the new server has exited; see its own output"),
+        // It gives the others back by itself.
+        Some((name, NotMoved::Refused(reason))) => format!("disk {name}: {reason}"),
+        Some((name, NotMoved::Stays(reason) | NotMoved::Failed(reason))) => {
+            moves.go_no_further(&reason).unwrap_or_default();
+            format!("disk {name}: {reason}")
+        }
+    };
+    take_all_back(roster, moves, moved);
+    Err(error)
+}
+
+/// Takes the disks back that a new server has, or serves them again if that has gone.
+fn take_all_back(roster: &Roster, moves: &Moves, mut moved: Vec<(usize, u64, Arc<Served>)>) {
+    while let Ok(Next::Disk(moving)) = moves.next() {
+        let Some(index) = moved.iter().position(|(place, ..)| *place == moving.place) else {
+            break;
+        };
+        let (_, number, disk) = &moved[index];
+        match roster.take_back(*number, disk, moving, moves) {
+            Ok(()) => drop(moved.swap_remove(index)),
+            Err(reason) => {
+                tracing::error!(disk = disk.name, reason, "cannot take a disk back");
+                moves.refuse(&reason).unwrap_or_default();
+            }
+        }
+    }
+    for (_, number, disk) in &moved {
+        roster.reclaim(*number, disk);
+    }
+}
+
+/// Takes in all disks of an old server, `coming` in the order that was asked for. If one cannot come, those that have come go back.
+///
+/// # Errors
+///
+/// The failure. Nothing is served here.
+pub(super) fn take_in_all(
+    roster: &Arc<Roster>,
+    offer: &Offer,
+    mut coming: Vec<Option<((Place, Socket), DiskConfig)>>,
+) -> Result<(), CommandFailure> {
+    let failed = |error: TakeoverError| CommandFailure::Failed(error.into());
+    let Some(moves) = offer.moves() else {
+        return Ok(());
+    };
+    offer.ready().map_err(failed)?;
+    let mut come = Vec::new();
+    let failure = loop {
+        match moves.next() {
+            Ok(Next::End) => return Ok(()),
+            Ok(Next::NoFurther(reason)) => break failed(TakeoverError::Refused { reason }),
+            Ok(Next::Disk(moving)) => {
+                let place = moving.place;
+                let wanted = coming.get_mut(place).and_then(Option::take);
+                let taken = match wanted {
+                    Some((at, config)) => roster.take_in(at, config, moving, moves),
+                    None => Err(CommandFailure::about("a disk has come twice", place.to_string())),
+                };
+                match taken {
+                    Ok(number) => come.push((place, number)),
+                    Err(failure) => {
+                        let reason = failure.line().unwrap_or_default();
+                        moves.refuse(&reason).unwrap_or_default();
+                        break failure;
+                    }
+                }
+            }
+            Err(error) if come.is_empty() => break failed(TakeoverError::BrokenOff(error)),
+            Err(error) => {
+                let error = chain(&lost(error));
+                tracing::error!(
+                    error,
+                    "the old server has gone in the middle of a takeover; its other disks are opened"
+                );
+                coming
+                    .into_iter()
+                    .flatten()
+                    .for_each(|(at, config)| roster.open_left(at, config));
+                return Ok(());
+            }
+        }
+    };
+    give_all_back(roster, moves, come);
+    Err(failure)
+}
+
+/// Gives disks back to an old server, which continues.
+fn give_all_back(roster: &Arc<Roster>, moves: &Moves, come: Vec<(usize, u64)>) {
+    let disks = roster.entries();
+    for (place, number) in come {
+        let Some((_, disk)) = disks.iter().find(|(served, _)| *served == number) else {
+            continue;
+        };
+        match roster.give(number, disk, place, moves) {
+            Ok(()) => roster.forget(number),
+            Err(NotMoved::Stays(reason) | NotMoved::Refused(reason)) => {
+                tracing::error!(
+                    disk = disk.name,
+                    reason,
+                    "cannot give a disk back, and disconnects its client"
+                );
+            }
+            Err(NotMoved::Lost | NotMoved::Failed(_)) => {}
+        }
+    }
+    moves.end().unwrap_or_default();
 }

@@ -14,23 +14,16 @@
 
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::mpsc::RecvTimeoutError;
-use std::thread;
-use std::time::Duration;
 
 use block::throttle::RateLimits;
 use serde_json::{Value, json};
-use virtio_devices::vhost_user::PausedClient;
 
 use super::file::{ConfigFile, FileDisk};
-use super::roster::{LEAVE_MAX, Roster, seat};
+use super::roster::{Roster, seat};
 use super::served::{Place, Served};
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::chain;
 use crate::open::{self, OpenError};
-
-/// The longest time that a client may take to end a message before its disk changes.
-const MESSAGE_MAX: Duration = Duration::from_secs(1);
 
 /// Keys that take effect at once.
 const LIMITS: [&str; 2] = ["bw_size", "ops_size"];
@@ -265,46 +258,6 @@ impl Roster {
                 drop(disk);
                 self.give_up_disk(number, name, error);
                 Err(said)
-            }
-        }
-    }
-
-    /// Has a disk served no longer, and returns its client, which waits.
-    pub(super) fn pause_disk(
-        self: &Arc<Self>,
-        number: u64,
-        disk: &Arc<Served>,
-    ) -> Result<Option<PausedClient>, String> {
-        // Its guest need not wait for the end of a compaction, nor until what it has written so far is durable.
-        disk.disk.prepare_to_detach();
-        disk.disk
-            .flush()
-            .map_or_else(|error| tracing::debug!(error, "the close will say so"), drop);
-        let paused = self.reception.pause(number);
-        let mut answered = paused.recv_timeout(MESSAGE_MAX);
-        if matches!(answered, Err(RecvTimeoutError::Timeout)) {
-            self.reception.interrupt(number);
-            answered = paused.recv_timeout(LEAVE_MAX);
-        }
-        match answered {
-            Ok(client) => Ok(client),
-            Err(RecvTimeoutError::Disconnected) => Err("the server is stopping".to_owned()),
-            Err(RecvTimeoutError::Timeout) => {
-                let (roster, waiting) = (Arc::clone(self), Arc::clone(disk));
-                let go_on = move || {
-                    if let Ok(client) = paused.recv() {
-                        waiting.disk.stay_attached();
-                        roster.reception.enter(number, seat(&waiting, client));
-                    }
-                };
-                let thread = thread::Builder::new().name("pausing".to_owned()).spawn(go_on);
-                Err(match thread {
-                    Ok(_) => format!(
-                        "the host has not answered its requests for {} s; it goes on as before when it has",
-                        LEAVE_MAX.as_secs()
-                    ),
-                    Err(error) => format!("it has requests in flight, and is served no longer: {error}"),
-                })
             }
         }
     }
