@@ -39,7 +39,7 @@ use crate::open;
 use crate::pid_file::PidFile;
 use crate::sandbox::{self, SandboxError, Task};
 use crate::signals::{StopSignals, is_log_read};
-use crate::socket::{Socket, folder_of};
+use crate::socket::{Socket, SocketError, folder_of};
 use crate::takeover::{self, TakeoverSocket};
 use crate::{background, limits, parallel, sd_notify};
 use desk::{ControlPlace, ServedControl, VhostUserDesk};
@@ -265,16 +265,21 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
         }
         let (count, ms) = (roster.served().len(), began.elapsed().as_secs_f64() * 1000.0);
         let disks = if count == 1 { "disk" } else { "disks" };
-        writeln!(std::io::stdout(), "took over {count} {disks} in {ms:.1} ms")?;
+        // Guests are served as well if nobody reads this.
+        writeln!(std::io::stdout(), "took over {count} {disks} in {ms:.1} ms").unwrap_or_default();
     }
-    drop(offer);
+    let keep = |kept: Result<(), SocketError>| match kept {
+        // Guests that were taken over go on; only nobody else can connect.
+        Err(error) if offer.is_some() => {
+            tracing::error!(error = chain(&error), "nobody can connect to a socket any more");
+            Ok(())
+        }
+        kept => kept.map_err(|error| failed(error.into())),
+    };
     let served = roster.served();
-    for disk in &served {
-        disk.socket.keep().map_err(|error| failed(error.into()))?;
-    }
-    if let Some(control) = &control {
-        control.keep().map_err(|error| failed(error.into()))?;
-    }
+    served.iter().try_for_each(|disk| keep(disk.socket.keep()))?;
+    control.iter().try_for_each(|control| keep(control.keep()))?;
+    drop(offer);
     announce(&served, options);
     drop(served);
     if let Some(metrics) = &metrics {

@@ -235,6 +235,29 @@ fn takeover_is_all_or_nothing_when_the_new_server_dies() {
     client.assert_contents(&world.contents());
 }
 
+/// What the new server prints is read by nobody any more.
+#[test]
+fn takeover_goes_on_when_its_output_is_closed() {
+    let world = World::new("cluster_size=65536", 64 * BLOCK);
+    let mut random = Random::new(0x9199);
+    let mut client = Client::new(64, false);
+    let mut old = world.serve(&[]);
+    client.connect(&world.path("socket"));
+    let closed = ["env", "--default-signal", "sh", "-c", "\"$@\" | true", "sh"];
+    let new = world.serve_in(&closed, &["--takeover", "--pidfile", "pid"]);
+    work_until(&mut client, &mut random, || !old.is_running());
+    assert_eq!(old.wait(), Some(0), "{}", world.log());
+    client.work(&mut random, Duration::from_millis(20));
+    client.drain();
+    assert!(client.is_connected(), "{}", world.log());
+    let pid = std::fs::read_to_string(world.path("pid")).expect("a process id");
+    let sent = std::process::Command::new("kill").arg(pid.trim_end()).status();
+    assert!(sent.expect("run kill").success());
+    assert_eq!(new.wait(), Some(0), "{}", world.log());
+    world.assert_sound(false);
+    client.assert_contents(&world.contents());
+}
+
 /// Several disks with a client each.
 struct Disks {
     world: World,
