@@ -45,7 +45,8 @@ pub(crate) fn start() -> Result<u8, CommandFailure> {
             if line == READY {
                 return Ok(EXIT_OK);
             }
-            writeln!(std::io::stdout(), "{line}")?;
+            // It serves as well if nobody reads this.
+            writeln!(std::io::stdout(), "{line}").unwrap_or_default();
         }
     }
     // It has said why.
