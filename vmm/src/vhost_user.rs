@@ -446,6 +446,13 @@ fn serve_until_stopped(
     };
     // Whoever waits for the end of a takeover need not.
     roster.resume();
+    // The last disk may have moved when the stop came: then all is the new server's, also the files of the sockets.
+    drop(roster.moving.lock());
+    if let Some(taken) = takeover.as_ref().and_then(|wanted| wanted.finished.lock().take()) {
+        give_up_control(control, taken);
+        roster.give_up();
+        return Ok(EXIT_OK);
+    }
     let (served, failed) = roster.end();
     drop(takeover);
     drop(control.lock().take());
@@ -458,7 +465,7 @@ fn serve_until_stopped(
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
 
-/// What signals are about.
+/// The stop and the reload that signals ask for.
 struct Heard {
     stop: StopToken,
     /// True while stops are noticed by those who serve.

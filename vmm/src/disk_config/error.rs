@@ -1,4 +1,4 @@
-//! What can be wrong with a `--disk`.
+//! Errors in a `--disk`.
 
 use super::rate;
 use crate::key_value::SyntaxError;

@@ -6,7 +6,7 @@
 //! giver ── 'e': there is nothing more ──▶ taker; or 'x' and why: it goes no further
 //! ```
 //!
-//! Whoever is to give disks back gives them the same way, in the other direction.
+//! Disks are given back the same way, in the other direction.
 //!
 //! Invariants: the image of a disk is open with the taker only after 'd', and with the giver again only after 'n' or the end of
 //! the connection; its lock has an owner all the time.
@@ -47,7 +47,7 @@ pub struct MovingDisk {
     pub client: Option<ClientState>,
 }
 
-/// What comes next.
+/// The next message of a giver.
 #[derive(Debug)]
 pub enum Next {
     /// A disk, which waits for an answer.
@@ -58,7 +58,7 @@ pub enum Next {
     NoFurther(String),
 }
 
-/// What became of a disk that was given.
+/// The fate of a disk that was given.
 #[derive(Debug)]
 pub enum Given {
     /// The taker serves it, for good.

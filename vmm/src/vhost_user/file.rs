@@ -15,7 +15,7 @@
 //!
 //! Invariant: a file with anything wrong in it is refused as a whole, and the first wrong line named.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{self, Read};
 use std::ops::Range;
@@ -126,7 +126,7 @@ impl Lines {
     }
 }
 
-/// What is told at the start of a server, and not in its file.
+/// The options of one start of a server, which its file does not have.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Start {
     /// As [`Options::takeover`].
@@ -164,7 +164,11 @@ impl ConfigFile {
     ///
     /// [`FileError::Line`].
     pub fn parse(path: &Path, text: &str) -> Result<Self, FileError> {
-        let source = Source { path, text };
+        let newlines = text.bytes().enumerate().filter(|&(_, byte)| byte == b'\n');
+        let source = Source {
+            path,
+            newlines: newlines.map(|(at, _)| at).collect(),
+        };
         let table = DeTable::parse(text).map_err(|error| {
             let at = error.span().unwrap_or_default();
             source.wrong(at, error.message().trim_end().replace('\n', "; "))
@@ -201,8 +205,16 @@ impl ConfigFile {
             let added = file.groups.add(pairs(&items));
             added.map_err(|error| source.wrong_at(lines.of(error.key()), &error.to_string()))?;
         }
+        let mut names = HashMap::new();
         for (items, lines) in disks {
             let disk = file.disk(&source, items, lines)?;
+            let (name, line) = (disk.config.name(), disk.lines.table);
+            if let Some(other) = names.insert(name, line) {
+                let name = disk.config.name();
+                let problem =
+                    format!("the disk of line {other} is called {name}, too; expected another `id`");
+                return Err(source.wrong_at(disk.lines.of(Some("id")), &problem));
+            }
             file.disks.push(disk);
         }
         file.check(&source)?;
@@ -318,12 +330,6 @@ impl ConfigFile {
             Ok(config)
         });
         let config = config.map_err(|error| wrong(error.key(), &error.to_string()))?;
-        let taken = self.disks.iter().find(|disk| disk.config.name() == config.name());
-        if let Some(other) = taken {
-            let (name, line) = (config.name(), other.lines.table);
-            let problem = format!("the disk of line {line} is called {name}, too; expected another `id`");
-            return Err(wrong(Some("id"), &problem));
-        }
         Ok(FileDisk { place, config, lines })
     }
 
@@ -454,13 +460,13 @@ fn unknown(name: &str) -> String {
 /// The text that is understood, to find the lines of what is wrong.
 struct Source<'a> {
     path: &'a Path,
-    text: &'a str,
+    /// The places of the line ends.
+    newlines: Vec<usize>,
 }
 
 impl Source<'_> {
     fn line(&self, at: Range<usize>) -> usize {
-        let before = self.text.as_bytes().get(..at.start).unwrap_or_default();
-        1 + before.iter().filter(|&&byte| byte == b'\n').count()
+        1 + self.newlines.partition_point(|&newline| newline < at.start)
     }
 
     fn wrong(&self, at: Range<usize>, problem: String) -> FileError {

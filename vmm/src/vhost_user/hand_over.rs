@@ -199,15 +199,9 @@ pub(super) fn hand_over(
 pub(super) fn reopen(served: &[Arc<Served>], lock_set: &LockSet) -> Result<(), CommandFailure> {
     let deadline = Instant::now() + REOPEN_MAX;
     for disk in served.iter().filter(|disk| disk.image.is_closed()) {
-        let opened = loop {
-            match disk.image.reopen(lock_set) {
-                Err(error) if error.is_locked() && Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                opened => break opened.map_err(|error| CommandFailure::Failed(error.into()))?,
-            }
-        };
-        disk.server.reopen(opened);
+        let opened = disk.image.reopen_until(lock_set, deadline);
+        disk.server
+            .reopen(opened.map_err(|error| CommandFailure::Failed(error.into()))?);
     }
     lock_set.keep();
     Ok(())
@@ -254,9 +248,12 @@ pub(super) fn stop_on_takeover(
             tracing::info!(event = "handing-over", "handing over to a new server");
             if let Some(moves) = new.moves() {
                 let offered = pause_control(&control);
-                match move_all(&roster, &new, moves, offered.as_ref()) {
-                    Ok(taken) => {
-                        *all.lock() = Some(taken);
+                let moving = roster.moving.lock();
+                let moved = move_all(&roster, &new, moves, offered.as_ref());
+                let moved = moved.map(|taken| *all.lock() = Some(taken));
+                drop(moving);
+                match moved {
+                    Ok(()) => {
                         stop.pause(Duration::ZERO);
                         return Ok(());
                     }

@@ -5,7 +5,7 @@
 use std::error::Error;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
 use block::{Disk, DiskInfo};
@@ -181,6 +181,26 @@ impl ServedImage {
     pub(super) fn reopen(&self, locks: &LockSet) -> Result<Arc<dyn Disk>, OpenError> {
         self.state.lock().opening.lock_set = locks.part();
         self.open_again()
+    }
+
+    /// As [`ServedImage::reopen`], and waits until `deadline` for others to release the image.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub(super) fn reopen_until(
+        &self,
+        locks: &LockSet,
+        deadline: Instant,
+    ) -> Result<Arc<dyn Disk>, OpenError> {
+        loop {
+            match self.reopen(locks) {
+                Err(error) if error.is_locked() && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                opened => return opened,
+            }
+        }
     }
 
     /// Opens an image that was closed.

@@ -125,23 +125,19 @@ impl Roster {
 
     /// Serves a disk again whose server has died: its clients have to connect again.
     pub(super) fn reclaim(&self, number: u64, disk: &Arc<Served>) {
-        let deadline = Instant::now() + LOCK_MAX;
-        let lock_set = self.lock_set();
-        loop {
-            match disk.image.reopen(&lock_set) {
-                Ok(opened) => {
-                    tracing::warn!(
-                        disk = disk.name,
-                        "the server that had taken this disk is gone; clients can connect here again"
-                    );
-                    disk.server.reopen(opened);
-                    return self.reception.enter(number, seat(disk, None));
-                }
-                Err(error) if error.is_locked() && Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                Err(error) => return self.give_up_disk(number, &disk.name, error.into()),
+        match disk
+            .image
+            .reopen_until(&self.lock_set(), Instant::now() + LOCK_MAX)
+        {
+            Ok(opened) => {
+                tracing::warn!(
+                    disk = disk.name,
+                    "the server that had taken this disk is gone; clients can connect here again"
+                );
+                disk.server.reopen(opened);
+                self.reception.enter(number, seat(disk, None));
             }
+            Err(error) => self.give_up_disk(number, &disk.name, error.into()),
         }
     }
 
@@ -200,7 +196,8 @@ impl Roster {
     }
 }
 
-/// Moves all disks to a new server, one at a time. If one cannot move, those that have moved come back.
+/// Moves all disks to a new server, one at a time. If one cannot move, those that have moved come back. The caller holds
+/// [`Roster::moving`].
 ///
 /// # Errors
 ///
@@ -211,7 +208,6 @@ pub(super) fn move_all(
     moves: &Moves,
     control: Option<&ControlSocket>,
 ) -> Result<Taken, String> {
-    let _moving = roster.moving.lock();
     let mut disks = roster.entries();
     // As the new one lists them.
     disks.sort_by_key(|(_, disk)| new.place_of(disk.socket.absolute()));

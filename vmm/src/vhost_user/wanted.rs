@@ -1,4 +1,4 @@
-//! What a command line or a configuration file wants of a server.
+//! A server as a command line or a configuration file describes it.
 
 use std::path::{Path, PathBuf};
 

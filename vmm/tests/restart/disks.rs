@@ -14,23 +14,10 @@ const CONTROL: [&str; 4] = ["--control", "control", "--images", "images"];
 
 /// A folder with an image of a disk that is served from the beginning, and two for disks that come later.
 fn world() -> World {
-    let world = World::new("cluster_size=4096", BLOCKS * BLOCK);
-    std::fs::create_dir(world.path("images")).expect("a folder");
-    let bytes = (BLOCKS * BLOCK).to_string();
-    for image in ["images/a.qcow2", "images/b.qcow2", "outside.qcow2"] {
-        let create = [
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-o",
-            "cluster_size=4096",
-            image,
-            &bytes,
-        ];
-        world.qemu_img(&create);
-    }
-    world
+    World::with_images(
+        BLOCKS * BLOCK,
+        &["images/a.qcow2", "images/b.qcow2", "outside.qcow2"],
+    )
 }
 
 /// What `ctl` says, which must succeed; it may have to wait for the socket.

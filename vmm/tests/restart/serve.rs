@@ -15,22 +15,10 @@ const SETTINGS: &str = "control = \"control\"\nimages = \"images\"\n";
 
 /// A folder with three images.
 fn world() -> World {
-    let world = World::new("cluster_size=4096", BLOCKS * BLOCK);
-    std::fs::create_dir(world.path("images")).expect("a folder");
-    let bytes = (BLOCKS * BLOCK).to_string();
-    for image in ["images/a.qcow2", "images/b.qcow2", "images/c.qcow2"] {
-        world.qemu_img(&[
-            "create",
-            "-q",
-            "-f",
-            "qcow2",
-            "-o",
-            "cluster_size=4096",
-            image,
-            &bytes,
-        ]);
-    }
-    world
+    World::with_images(
+        BLOCKS * BLOCK,
+        &["images/a.qcow2", "images/b.qcow2", "images/c.qcow2"],
+    )
 }
 
 fn disk(name: &str, more: &str) -> String {

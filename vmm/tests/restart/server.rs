@@ -19,6 +19,18 @@ impl World {
         world
     }
 
+    /// With an image of `bytes`, and these ones of the same size, of which some are in the folder `images`.
+    pub(crate) fn with_images(bytes: usize, images: &[&str]) -> Self {
+        const OPTIONS: &str = "cluster_size=4096";
+        let world = Self::new(OPTIONS, bytes);
+        std::fs::create_dir(world.path("images")).expect("a folder");
+        let bytes = bytes.to_string();
+        for image in images {
+            world.qemu_img(&["create", "-q", "-f", "qcow2", "-o", OPTIONS, image, &bytes]);
+        }
+        world
+    }
+
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }

@@ -437,6 +437,48 @@ fn disks_are_served_by_the_server_that_is_left_of_a_takeover() {
     all.assert_contents(true);
 }
 
+/// The old server is told to stop in the middle of a takeover: it hands all over, or stops and takes the takeover with it. A server that
+/// is left has its sockets.
+#[test]
+fn stop_in_a_takeover_leaves_one_server_or_none() {
+    let mut all = Disks::new(6);
+    let arguments = ["--restartable", "--control", "control"];
+    let takeover = [&arguments[..], &["--takeover"]].concat();
+    let mut old = all.serve(&arguments);
+    all.connect();
+    let mut took_over = 0;
+    for round in 0..16u64 {
+        all.work(Duration::from_millis(5));
+        let mut new = all.serve(&takeover);
+        all.work(Duration::from_millis(5 + round * 8));
+        if old.is_running() {
+            old.signal("TERM");
+        }
+        assert_eq!(old.wait(), Some(0), "round {round}: {}", all.world.log());
+        // It ends at once if it has not taken over.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while new.is_running() && !all.world.ctl("control", &["info"]).0 {
+            assert!(Instant::now() < deadline, "round {round}: {}", all.world.log());
+        }
+        old = if new.is_running() {
+            took_over += 1;
+            for socket in &all.sockets {
+                assert!(all.world.path(socket).exists(), "round {round}: {socket}");
+            }
+            new
+        } else {
+            assert_eq!(new.wait(), Some(1), "round {round}: {}", all.world.log());
+            all.serve(&arguments)
+        };
+        all.connect();
+        all.work(Duration::from_millis(2));
+        all.drain();
+    }
+    println!("took over {took_over} times of 16");
+    assert_eq!(old.stop(), Some(0), "{}", all.world.log());
+    all.assert_contents(false);
+}
+
 #[test]
 fn impossible_takeover_is_refused_before_anything_stops() {
     let world = World::new("cluster_size=65536", 16 * BLOCK);
