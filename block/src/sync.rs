@@ -13,7 +13,7 @@ mod sharded;
 mod wait;
 
 pub use padded::CachePadded;
-pub use sharded::{Poisoned, ReadGuard, ShardedLock, ShardedReader, WriteGuard};
+pub use sharded::{Poisoned, ReadGuard, ShardedLock, ShardedReader, WeakLock, WriteGuard};
 pub use wait::{ChangeOnDrop, Monitor, SingleFlight, WaitList};
 
 #[cfg(not(any(loom, shuttle)))]

@@ -52,6 +52,6 @@ mod metadata;
 pub use engine::{
     BitmapChange, BitmapStorage, BitmapsError, CompactError, CompactOptions, CompactProgress, Compacted,
     DiskSize, EngineCounts, Fixed, FixedClusters, MappingReader, QcowDisk, ShrinkError, SnapshotError,
-    SnapshotSelector,
+    SnapshotSelector, TableMemory,
 };
 pub use image::{OpenError, OpenOptions, Qcow2};

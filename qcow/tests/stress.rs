@@ -18,7 +18,7 @@ use block::ring::RingKind;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, Disk, DiskQueue, IoError, Op};
 use common::{Folder, Lane, assert_same, close, join, open};
-use qcow::{OpenOptions, QcowDisk};
+use qcow::{OpenOptions, QcowDisk, TableMemory};
 use ringdisk_gen::Random;
 use ringdisk_gen::array::{Array, Ask};
 use simulator::pages::Tags;
@@ -413,6 +413,16 @@ fn threads_on_direct_io_agree() {
 fn threads_evicting_each_others_tables_agree() {
     let mut variant = Variant::new("tiny cache", 512);
     variant.options.l2_cache_bytes = Some(4096);
+    stress(variant);
+}
+
+#[test]
+fn threads_evicting_the_tables_of_another_image_agree() {
+    let mut variant = Variant {
+        backing: true,
+        ..Variant::new("little memory for two images", 512)
+    };
+    variant.options.table_memory = TableMemory::new(24 << 10);
     stress(variant);
 }
 

@@ -18,6 +18,7 @@ use qcow::{BitmapStorage, SnapshotSelector};
 
 use crate::key_value;
 use crate::secret_file::SecretFile;
+use crate::size;
 
 mod differences;
 mod error;
@@ -158,6 +159,20 @@ pub const MAX_SERIAL_BYTES: usize = 20;
 pub const MAX_POLL_US: u32 = 10_000;
 /// The smallest table cache that can be asked for, in bytes.
 pub const MIN_L2_CACHE_BYTES: u64 = 64 << 10;
+
+/// The smallest bound for the tables of all images together, in bytes.
+const MIN_TABLE_CACHE_BYTES: u64 = 1 << 20;
+
+/// Parses a bound for the tables of all images together (`--table-cache`).
+///
+/// # Errors
+///
+/// What is wrong with it, and what would be right.
+pub fn table_cache_bytes(text: &str) -> Result<u64, String> {
+    let bytes = size::parse_bytes(text).ok();
+    let bytes = bytes.filter(|&bytes| bytes >= MIN_TABLE_CACHE_BYTES);
+    bytes.ok_or_else(|| format!("`{text}` is no size of a table cache; expected 1M or more"))
+}
 /// One more than the largest CPU number the kernel's affinity call takes.
 const CPU_LIMIT: usize = 1024;
 

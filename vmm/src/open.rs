@@ -20,7 +20,7 @@ use block::raw::Raw;
 use block::ring::RingKind;
 use block::throttle::{Limiter, RateLimits, ThrottledDisk};
 use block::{Context, Disk, IoError};
-use qcow::{OpenOptions, Qcow2, QcowDisk, SnapshotError};
+use qcow::{OpenOptions, Qcow2, QcowDisk, SnapshotError, TableMemory};
 
 use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
 use crate::error::chain;
@@ -32,6 +32,14 @@ const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";
 
 /// The indexes of the long chains that this process has open.
 static INDEXES: LazyLock<ChainIndexes> = LazyLock::new(ChainIndexes::default);
+
+/// The bound for the tables of all images that this process has open.
+static TABLE_MEMORY: LazyLock<TableMemory> = LazyLock::new(TableMemory::default);
+
+/// Returns the bound for the tables of all images that this process has open. There is none at first.
+pub fn table_memory() -> &'static TableMemory {
+    &TABLE_MEMORY
+}
 
 /// An error of opening a disk. Nothing was written.
 #[derive(Debug, thiserror::Error)]
@@ -334,6 +342,7 @@ fn open_chain(
         discard_no_unref: config.discard_no_unref,
         persist_mappings: how.persist_mappings,
         l2_cache_bytes: config.l2_cache_bytes,
+        table_memory: TABLE_MEMORY.clone(),
         wait_for_space,
         bitmaps: config.bitmaps,
         ..OpenOptions::default()

@@ -104,6 +104,8 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     let signals = signals.map_err(start)?;
     let stop = StopToken::new().map_err(start)?;
 
+    open::table_memory().set_limit_bytes(options.table_cache_bytes);
+
     // Opening images may take minutes: a signal is heard from the beginning.
     let serving = Arc::new(AtomicBool::new(false));
     let reloads = Arc::new(OnceLock::new());

@@ -26,7 +26,7 @@
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use smallvec::SmallVec;
 
@@ -153,6 +153,12 @@ impl<T> ShardedLock<T> {
         }
     }
 
+    /// Returns a handle that does not keep the value.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakLock<T> {
+        WeakLock(Arc::downgrade(&self.inner))
+    }
+
     /// Waits until no writer has the lock, and reads through the first shard.
     ///
     /// # Errors
@@ -188,6 +194,36 @@ impl<T> ShardedLock<T> {
 impl<T> fmt::Debug for ShardedLock<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ShardedLock").finish_non_exhaustive()
+    }
+}
+
+/// A handle of a [`ShardedLock`] whose value may be gone.
+pub struct WeakLock<T>(Weak<Inner<T>>);
+
+impl<T> WeakLock<T> {
+    /// Returns the lock, unless the value is gone.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<ShardedLock<T>> {
+        let inner = self.0.upgrade()?;
+        Some(ShardedLock { inner })
+    }
+
+    /// Returns true if it is a handle of this lock.
+    #[must_use]
+    pub fn is_of(&self, lock: &ShardedLock<T>) -> bool {
+        std::ptr::eq(self.0.as_ptr(), Arc::as_ptr(&lock.inner))
+    }
+
+    /// Returns true if the value is gone.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.0.strong_count() == 0
+    }
+}
+
+impl<T> fmt::Debug for WeakLock<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeakLock").finish_non_exhaustive()
     }
 }
 

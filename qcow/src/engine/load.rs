@@ -192,6 +192,7 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
         });
         owned(buffer)?
     };
+    shared.table_memory.make_room(shared);
     let (exposed, waiters) = {
         let mut metadata = shared.write()?;
         let exposed = match kind {

@@ -36,6 +36,7 @@ mod snapshots;
 mod space;
 mod status;
 mod switch;
+mod table_memory;
 mod turn;
 mod write;
 mod zero;
@@ -67,6 +68,7 @@ pub use reader::MappingReader;
 use reclaim::Freeing;
 pub use shrink::ShrinkError;
 pub use snapshots::{DiskSize, SnapshotError, SnapshotSelector};
+pub use table_memory::TableMemory;
 
 /// The image below this one.
 #[derive(Debug)]
@@ -136,6 +138,7 @@ pub(crate) struct Shared {
     later: idle::Later,
     header: header::HeaderWriter,
     counters: counts::Counters,
+    table_memory: TableMemory,
     /// Announcements to other programs before the image changes.
     announcements: announce::Announcements,
     /// Writes of the bits of durable bitmaps.
@@ -169,6 +172,7 @@ pub(crate) struct Parts {
     pub(crate) header: HeaderFields,
     pub(crate) announcement: Announcement,
     pub(crate) inflate_threads: usize,
+    pub(crate) table_memory: TableMemory,
 }
 
 impl Shared {
@@ -249,6 +253,7 @@ pub struct QcowDisk {
 impl QcowDisk {
     pub(crate) fn from_parts(mut parts: Parts) -> Arc<Self> {
         parts.metadata.holes_are_zeros = parts.encryption.is_plain();
+        parts.table_memory.enter(&mut parts.metadata);
         let shared = Shared {
             geometry: *parts.metadata.geometry(),
             file: parts.file,
@@ -273,7 +278,9 @@ impl QcowDisk {
             hold: exclusive::Hold::default(),
             corrupt: AtomicBool::new(false),
             inflater: compressed::inflater(parts.inflate_threads),
+            table_memory: parts.table_memory,
         };
+        shared.table_memory.join(&shared.metadata);
         Arc::new(Self {
             shared: Arc::new(shared),
         })

@@ -26,6 +26,7 @@ use super::snapshots::header_of;
 use super::{RepairError, bitmaps, rebuild_refcounts};
 use crate::engine::{
     Announcement, Backing, BitmapPolicy, BitmapStorage, DataFile, Encryption, Parts, Policy, QcowDisk,
+    TableMemory,
 };
 use crate::format::data_file::DataFileNameError;
 use crate::format::{
@@ -77,6 +78,8 @@ pub struct OpenOptions {
     /// tables. The refcount cache gets a quarter of it on top. Each image of a chain has as much; one between two others
     /// gives a quarter of it to the chain's index.
     pub l2_cache_bytes: Option<u64>,
+    /// The bound for the table caches of all images that are opened with it, each of which has its own besides; by default none.
+    pub table_memory: TableMemory,
     /// The number of threads that inflate compressed clusters; with none the queues' workers inflate them.
     pub inflate_threads: usize,
     /// Hold a write that the host has no space for until there is some, instead of failing it.
@@ -105,6 +108,7 @@ impl Default for OpenOptions {
             bitmaps: BitmapStorage::default(),
             bitmaps_memory_bytes: BITMAPS_MEMORY_DEFAULT_BYTES,
             l2_cache_bytes: None,
+            table_memory: TableMemory::default(),
             inflate_threads: 2,
             wait_for_space: false,
             lock: Some(LockGranularity::ByteRange),
@@ -463,6 +467,7 @@ impl Qcow2 {
             header: fields,
             announcement,
             inflate_threads: options.inflate_threads,
+            table_memory: options.table_memory.clone(),
         }))
     }
 }

@@ -28,6 +28,7 @@ pub(crate) mod refcounts;
 mod released;
 pub(crate) mod shared_moves;
 pub(crate) mod slices;
+pub(crate) mod table_budget;
 mod tables;
 #[cfg(test)]
 mod testing;
@@ -51,6 +52,7 @@ pub(crate) use next::{COUNTS_BYTES_MAX, Counted, Relocation};
 use refcounts::{Refcounts, Stuck, TablePlace};
 pub(crate) use released::Released;
 use slices::SliceCache;
+use table_budget::TableBudget;
 
 /// The reason that a change cannot be planned under the lock.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -161,6 +163,17 @@ impl Metadata {
             held_off: false,
             flushing: false,
         }
+    }
+
+    /// Counts what its caches hold to a budget that is shared with other images.
+    pub(crate) fn share_budget(&mut self, together: &TableBudget) {
+        self.l2.share(together);
+        self.refcounts.slices.share(together);
+    }
+
+    /// Looks at the next `count` slices of each of its caches, and drops those that nobody used since the last look. Returns their number.
+    pub(crate) fn drop_unused_slices(&mut self, count: usize) -> usize {
+        self.l2.drop_unused(count) + self.refcounts.slices.drop_unused(count)
     }
 
     pub(crate) fn geometry(&self) -> &Geometry {

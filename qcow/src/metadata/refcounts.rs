@@ -137,6 +137,9 @@ impl Refcounts {
     ) -> Self {
         let slice_bytes = geometry.cluster_size().min(4096) as usize;
         let slice_bits = (slice_bytes as u64 * 8 / u64::from(geometry.refcount_bits())).trailing_zeros();
+        let least_bytes = 4 * run::count_bytes_max(&geometry);
+        let mut slices = SliceCache::new(slice_bytes, cache_bytes.max(least_bytes));
+        slices.keep_at_least(least_bytes);
         Self {
             geometry,
             table,
@@ -144,7 +147,7 @@ impl Refcounts {
             moved_from: Vec::new(),
             dirty_parts: FxHashSet::default(),
             fresh: FxHashSet::default(),
-            slices: SliceCache::new(slice_bytes, cache_bytes.max(4 * run::count_bytes_max(&geometry))),
+            slices,
             uses: UseMap::default(),
             slice_bits,
             cursor: HostCluster::new(0),

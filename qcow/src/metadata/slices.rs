@@ -1,8 +1,8 @@
 //! Cached slices of on-disk tables: L2 tables and refcount blocks, a few KiB at a time.
 //!
 //! A slice's number determines the range of guest clusters (L2) or host clusters (refcounts) that it describes. A
-//! slice holds the bytes as they are on disk. The cache has a budget. Past it, unused slices are dropped, least
-//! recently used first (the clock algorithm).
+//! slice holds the bytes as they are on disk. The cache has a budget, and a part of one that it shares with other
+//! images' ([`TableBudget`]). Past one of them, unused slices are dropped, least recently used first (the clock algorithm).
 //!
 //! Invariant: a slice that is dirty, being written back or pinned is never dropped.
 
@@ -13,9 +13,10 @@ use block::sync::atomic::{AtomicBool, Ordering};
 use block::sync::{SingleFlight, WaitList};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::table_budget::TableBudget;
 use crate::invariant::invariant;
 
-/// The least number of slices that a cache keeps.
+/// The least number of slices that a cache can have, whatever its budgets.
 const SLICES_MIN: usize = 16;
 
 /// One cached slice.
@@ -49,6 +50,9 @@ pub(crate) struct SliceCache {
     budget_max: usize,
     /// The number of slices to keep: less, if some of the room is left to others.
     budget: usize,
+    /// The number of slices to keep, however much other images' caches hold.
+    least: usize,
+    together: TableBudget,
     dirty: FxHashSet<u64>,
     loading: SingleFlight<u64>,
     before: Option<Before>,
@@ -67,15 +71,34 @@ impl SliceCache {
             slice_bytes,
             budget_max: budget,
             budget,
+            least: SLICES_MIN,
+            together: TableBudget::default(),
             dirty: FxHashSet::default(),
             loading: SingleFlight::default(),
             before: None,
         }
     }
 
-    /// Returns an empty cache of the same size.
+    /// Returns an empty cache of the same size, with the same share.
     pub(crate) fn emptied(&self) -> Self {
-        Self::new(self.slice_bytes, (self.budget_max * self.slice_bytes) as u64)
+        let mut cache = Self::new(self.slice_bytes, (self.budget_max * self.slice_bytes) as u64);
+        cache.least = self.least;
+        cache.together = self.together.clone();
+        cache
+    }
+
+    /// Keeps `bytes` at least, whatever other images' caches hold.
+    pub(crate) fn keep_at_least(&mut self, bytes: u64) {
+        let least = usize::try_from(bytes).unwrap_or(usize::MAX) / self.slice_bytes;
+        self.least = least.clamp(SLICES_MIN, self.budget_max);
+    }
+
+    /// Counts what the cache holds to a budget that is shared with other caches.
+    pub(crate) fn share(&mut self, together: &TableBudget) {
+        let bytes = self.index.len() * self.slice_bytes;
+        self.together.give_back(bytes);
+        together.take(bytes);
+        self.together = together.clone();
     }
 
     /// Returns the number of slices that the cache was given room for.
@@ -200,7 +223,7 @@ impl SliceCache {
         if self.contains(key) {
             return;
         }
-        while self.index.len() >= self.budget && self.evict_one().is_some() {}
+        while self.is_full() && self.evict_one().is_some() {}
         let slice = Slice {
             key,
             data,
@@ -227,14 +250,14 @@ impl SliceCache {
             invariant!(place.is_none(), "the slot of slice {key} is in use");
             *place = Some(slice);
             self.index.insert(key, slot);
+            self.together.take(self.slice_bytes);
         }
     }
 
     /// Returns a copy of the bytes of a slice to insert. If another one has to be dropped for it, the copy is in its memory: of
     /// memory that comes and goes with each slice, the heap would lose a part.
     pub(crate) fn copy_of(&mut self, bytes: &[u8]) -> Arc<[u8]> {
-        let is_full = self.index.len() >= self.budget;
-        let mut memory = if is_full { self.evict_one() } else { None };
+        let mut memory = if self.is_full() { self.evict_one() } else { None };
         if let Some(data) = memory.as_mut().and_then(Arc::get_mut)
             && data.len() == bytes.len()
         {
@@ -245,28 +268,45 @@ impl SliceCache {
         memory.unwrap_or_else(|| bytes.into())
     }
 
+    /// Returns true if a slice has to go before another one comes.
+    fn is_full(&self) -> bool {
+        let count = self.index.len();
+        count >= self.budget || (count >= self.least && self.together.is_full())
+    }
+
     /// Drops one slice that may be dropped, and returns its memory. `None` if there is none.
     fn evict_one(&mut self) -> Option<Arc<[u8]>> {
-        let count = self.slots.len();
-        for _ in 0..count * 2 {
-            let hand = self.hand;
-            self.hand = (hand + 1) % count;
-            let Some(place) = self.slots.get_mut(hand) else {
-                continue;
-            };
-            let Some(slice) = place else { continue };
-            if slice.dirty || slice.flushing || slice.pins > 0 {
-                continue;
-            }
-            if slice.used.swap(false, Ordering::Relaxed) {
-                continue;
-            }
-            let dropped = place.take()?;
-            self.index.remove(&dropped.key);
-            self.free.push(hand as u32);
-            return Some(dropped.data);
+        (0..self.slots.len() * 2).find_map(|_| self.look_at_next())
+    }
+
+    /// Looks at the next `count` slots, as far as there are so many, and drops the slices that may be dropped and have not been used since
+    /// they were last looked at; keeps the least number. Returns the number of those dropped.
+    pub(crate) fn drop_unused(&mut self, count: usize) -> usize {
+        (0..count.min(self.slots.len()))
+            .filter(|_| self.index.len() > self.least && self.look_at_next().is_some())
+            .count()
+    }
+
+    /// Looks at the next slot. Drops its slice, and returns the memory, if that may be dropped and has not been used since the last look.
+    fn look_at_next(&mut self) -> Option<Arc<[u8]>> {
+        let hand = self.hand;
+        self.hand = (hand + 1) % self.slots.len().max(1);
+        let place = self.slots.get_mut(hand)?;
+        let slice = place.as_mut()?;
+        if slice.dirty || slice.flushing || slice.pins > 0 || slice.used.swap(false, Ordering::Relaxed) {
+            return None;
         }
-        None
+        let dropped = place.take()?;
+        self.forget(dropped.key);
+        self.free.push(hand as u32);
+        Some(dropped.data)
+    }
+
+    /// Takes a slice out of the index, and returns its slot.
+    fn forget(&mut self, key: u64) -> Option<u32> {
+        let slot = self.index.remove(&key)?;
+        self.together.give_back(self.slice_bytes);
+        Some(slot)
     }
 
     /// Drops a slice whatever its state: its table no longer exists.
@@ -277,7 +317,7 @@ impl SliceCache {
                 .is_none_or(|slice| !slice.dirty && !slice.flushing && slice.pins == 0),
             "slice {key} is discarded while it is changed"
         );
-        if let Some(slot) = self.index.remove(&key) {
+        if let Some(slot) = self.forget(key) {
             if let Some(place) = self.slots.get_mut(slot as usize) {
                 *place = None;
             }
@@ -318,7 +358,8 @@ impl SliceCache {
 
     /// Returns true if so many slices are dirty that eviction will soon find nothing to drop.
     pub(crate) fn is_dirty_past_budget(&self) -> bool {
-        self.dirty.len() > self.budget / 2
+        let least_half = self.least / 2;
+        self.dirty.len() > self.budget / 2 || (self.dirty.len() > least_half && self.together.is_exceeded())
     }
 
     /// Takes all dirty slices as they are now, in order of their numbers, and marks them as being written. No byte is
@@ -369,6 +410,12 @@ impl SliceCache {
     /// Ends a load, successful or not. Returns the waiters to wake; drop the list without the lock.
     pub(crate) fn end_load(&mut self, key: u64) -> WaitList {
         self.loading.end(&key)
+    }
+}
+
+impl Drop for SliceCache {
+    fn drop(&mut self) {
+        self.together.give_back(self.index.len() * self.slice_bytes);
     }
 }
 
@@ -458,6 +505,76 @@ mod tests {
         assert_eq!(fill(&mut cache, 200), 32);
         cache.leave_room(0);
         assert_eq!(fill(&mut cache, 300), 64);
+    }
+
+    #[test]
+    fn caches_with_a_common_budget_hold_no_more_than_it_together() {
+        let together = TableBudget::default();
+        together.set_limit_bytes(40 * 512);
+        let mut caches = [0; 3].map(|_| {
+            let mut cache = SliceCache::new(512, 64 * 512);
+            cache.share(&together);
+            cache
+        });
+        let fill = |cache: &mut SliceCache, keys: std::ops::Range<u64>| {
+            for key in keys {
+                let bytes = cache.copy_of(&[1; 512]);
+                cache.insert(key, bytes, false);
+            }
+            cache.index.len()
+        };
+        assert_eq!(fill(&mut caches[0], 0..100), 40, "nobody else has any");
+        assert_eq!(
+            fill(&mut caches[1], 0..100),
+            SLICES_MIN,
+            "which it has in any case"
+        );
+        assert_eq!(together.used_bytes(), 56 * 512);
+        // What nobody used since the last look goes, but for the least number.
+        let [first, second, third] = &mut caches;
+        let dropped = first.drop_unused(1000) + first.drop_unused(1000);
+        assert_eq!(dropped, 40 - SLICES_MIN);
+        assert_eq!(fill(second, 200..300), 24, "as many as the first one has lost");
+        second.discard(299);
+        assert_eq!(together.used_bytes(), 39 * 512);
+        assert_eq!(fill(third, 0..100), SLICES_MIN);
+        drop(caches);
+        assert_eq!(together.used_bytes(), 0);
+    }
+
+    #[test]
+    fn drop_unused_keeps_what_was_used_and_what_may_not_be_dropped() {
+        let mut cache = SliceCache::new(512, 64 * 512);
+        for key in 0..60 {
+            cache.insert(key, slice(1), key < 10);
+        }
+        cache.pin(30);
+        let flushed = cache.take_dirty();
+        assert_eq!(cache.drop_unused(60), 0, "all were used");
+        assert!(cache.get(40).is_some());
+        assert_eq!(
+            cache.drop_unused(20),
+            10,
+            "of the next twenty ten are being written"
+        );
+        assert_eq!(cache.drop_unused(1000), 50 - SLICES_MIN);
+        assert!([0, 9, 30, 40].iter().all(|&key| cache.contains(key)));
+        cache.end_flush(flushed.iter().map(|copy| copy.0), true);
+    }
+
+    #[test]
+    fn past_a_common_budget_few_dirty_slices_are_many() {
+        let together = TableBudget::default();
+        let mut cache = SliceCache::new(512, 1 << 20);
+        cache.share(&together);
+        for key in 0..20 {
+            cache.insert(key, slice(1), true);
+        }
+        assert!(!cache.is_dirty_past_budget());
+        together.set_limit_bytes(19 * 512);
+        assert!(cache.is_dirty_past_budget());
+        cache.take_dirty();
+        assert!(!cache.is_dirty_past_budget());
     }
 
     #[test]

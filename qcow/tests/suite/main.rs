@@ -70,4 +70,5 @@ mod snapshot_races;
 mod snapshot_worlds;
 mod subcluster_races;
 mod subclusters;
+mod table_memory;
 mod worlds;

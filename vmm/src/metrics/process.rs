@@ -1,4 +1,4 @@
-//! The memory and the descriptors of this process, read from descriptors of `/proc` that were opened before the sandbox closed.
+//! The memory and the descriptors of this process: its tables of images, and what is read from descriptors of `/proc` that were opened before the sandbox closed.
 
 use std::fs::File;
 use std::io;
@@ -6,6 +6,8 @@ use std::mem::MaybeUninit;
 use std::os::unix::fs::FileExt;
 
 use rustix::fs::{RawDir, SeekFrom, seek};
+
+use crate::open::table_memory;
 
 /// The most bytes of `/proc/self/statm`: seven numbers.
 const STATM_MAX: usize = 256;
@@ -17,6 +19,10 @@ pub(super) struct Usage {
     pub(super) resident_bytes: Option<u64>,
     /// The open file descriptors, those of these statistics included.
     pub(super) descriptors: Option<u64>,
+    /// The tables of images that are in memory, in bytes.
+    pub(super) table_bytes: u64,
+    /// The most that they may be together.
+    pub(super) table_bytes_max: Option<u64>,
 }
 
 /// This process, as `/proc` shows it.
@@ -41,6 +47,8 @@ impl Process {
         Usage {
             resident_bytes: self.resident_bytes(),
             descriptors: self.count().ok(),
+            table_bytes: table_memory().used_bytes(),
+            table_bytes_max: table_memory().limit_bytes(),
         }
     }
 

@@ -166,6 +166,8 @@ fn text_keeps_the_grammar_and_has_every_figure() {
     let usage = Usage {
         resident_bytes: Some(1 << 20),
         descriptors: Some(9),
+        table_bytes: 8192,
+        table_bytes_max: Some(1 << 20),
     };
     let samples = parse(&text::render(&reports(), &usage));
     let read = [("disk", "root"), ("queue", "0"), ("kind", "read")];
@@ -193,6 +195,11 @@ fn text_keeps_the_grammar_and_has_every_figure() {
         1_048_576.0
     );
     assert_eq!(sample(&samples, "process_open_fds", &[]), 9.0);
+    assert_eq!(sample(&samples, "ringdisk_table_cache_bytes", &[]), 8192.0);
+    assert_eq!(
+        sample(&samples, "ringdisk_table_cache_limit_bytes", &[]),
+        1_048_576.0
+    );
     let root = [("disk", "root")];
     assert_eq!(sample(&samples, "ringdisk_l2_slices_read_total", &root), 7.0);
     assert_eq!(sample(&samples, "ringdisk_flush_rounds_total", &root), 0.0);

@@ -154,6 +154,16 @@ pub(super) fn render(disks: &[DiskReport], process: &Usage) -> String {
             "Open file descriptors of the process.",
             process.descriptors,
         ),
+        (
+            "ringdisk_table_cache_bytes",
+            "Tables of all images in memory.",
+            Some(process.table_bytes),
+        ),
+        (
+            "ringdisk_table_cache_limit_bytes",
+            "The most memory for the tables of all images (--table-cache).",
+            process.table_bytes_max,
+        ),
     ];
     for (name, help, value) in gauges {
         if let Some(value) = value {

@@ -150,6 +150,9 @@ pub struct ServeArguments {
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     pub rate_limit_group: Vec<String>,
+    /// Memory for the tables of all images together, such as 2G: those of idle devices make room for those of busy ones
+    #[arg(long, value_name = "SIZE", value_parser = crate::disk_config::table_cache_bytes)]
+    pub table_cache: Option<u64>,
     /// Control socket to create, for `ringdisk ctl`, besides the one that `ringdisk ublk` finds by itself
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<std::path::PathBuf>,

@@ -115,6 +115,7 @@ fn serve(
         confined: arguments.is_confined(),
     };
     stop_on_signal(signals, sender.clone(), early).map_err(start)?;
+    open::table_memory().set_limit_bytes(arguments.table_cache);
     // Files, rings and wake-ups of each queue.
     limits::prepare_descriptors(
         wanted

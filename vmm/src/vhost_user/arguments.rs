@@ -10,7 +10,7 @@ use super::file::{ConfigFile, Start};
 use super::served::{Options, Place};
 use super::wanted::{Disks, Places, Wanted, check_disks};
 use super::workers::SharedWorkers;
-use crate::disk_config::RateLimitGroups;
+use crate::disk_config::{RateLimitGroups, table_cache_bytes};
 use crate::error::{CommandFailure, EXIT_OK, chain};
 use crate::socket::{self, Access};
 use crate::{background, cli, metrics};
@@ -50,6 +50,11 @@ pub(crate) struct VhostUserArguments {
     /// For many disks, most of which are idle. By default each queue has a worker of its own, which is the fastest.
     #[arg(long, num_args = 1.., value_name = "NUMBER[@CPUS]")]
     workers: Vec<SharedWorkers>,
+    /// Memory for the tables of all images together, such as 2G: those of idle disks make room for those of busy ones
+    ///
+    /// By default each image has what its l2_cache allows. For many images at least 256K each.
+    #[arg(long, value_name = "SIZE", value_parser = table_cache_bytes)]
+    table_cache: Option<u64>,
     /// Let guests continue with a new server if this one is killed
     ///
     /// Requests in flight are recorded in memory of the client, which must support inflight tracking and reconnect. A write
@@ -181,6 +186,7 @@ impl VhostUserArguments {
             incoming: self.incoming,
             watchdog: self.watchdog.map(|seconds| Duration::from_secs(seconds.into())),
             sandbox: self.sandbox == "on",
+            table_cache_bytes: self.table_cache,
             detached: self.detached > 0,
             access: self.access()?,
         };

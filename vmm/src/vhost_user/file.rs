@@ -28,7 +28,7 @@ use toml::de::{DeTable, DeValue};
 use super::served::{Options, Place};
 use super::wanted::{Disks, Places, Wanted, check_disks};
 use super::workers::SharedWorkers;
-use crate::disk_config::{DiskConfig, RateLimitGroups};
+use crate::disk_config::{DiskConfig, RateLimitGroups, table_cache_bytes};
 use crate::error::{CommandFailure, chain};
 use crate::metrics::Address;
 use crate::socket::{Access, AccessError};
@@ -37,7 +37,7 @@ use crate::socket::{Access, AccessError};
 const BYTES_MAX: u64 = 16 << 20;
 
 /// The settings, with their values as an error says them.
-const SETTINGS: [(&str, &str); 10] = [
+const SETTINGS: [(&str, &str); 11] = [
     ("control", "the path of a socket"),
     ("images", "the path of a folder, or several in an array"),
     ("metrics", "unix:PATH or 127.0.0.1:PORT"),
@@ -46,9 +46,13 @@ const SETTINGS: [(&str, &str); 10] = [
     ("sandbox", "true or false"),
     ("socket_group", "the name or number of a group"),
     ("socket_mode", "an octal mode as text, such as \"660\""),
+    (TABLE_CACHE, "a size of 1M or more"),
     ("watchdog", "seconds from 1 to 86400"),
     ("workers", "a number, NUMBER@CPUS as text, or several in an array"),
 ];
+
+/// The setting that can change while the server runs.
+const TABLE_CACHE: &str = "table_cache";
 
 /// Keys of a disk and of a group whose value is a path.
 const PATHS: [&str; 4] = ["path", "overlay_dir", "secret_file", "socket"];
@@ -261,6 +265,10 @@ impl ConfigFile {
                 }
                 "restartable" => self.options.restartable = switch()?,
                 "sandbox" => self.options.sandbox = switch()?,
+                TABLE_CACHE => {
+                    let bytes = table_cache_bytes(one()?).map_err(|problem| wrong(&problem))?;
+                    self.options.table_cache_bytes = Some(bytes);
+                }
                 "watchdog" => {
                     let seconds = one()?
                         .parse()
@@ -390,13 +398,18 @@ impl ConfigFile {
         })
     }
 
-    /// Fails if a setting differs from what it was when the server started, which had `before`.
+    /// The bytes that the tables of all images may take in memory together, if they are bounded.
+    pub(super) fn table_cache_bytes(&self) -> Option<u64> {
+        self.options.table_cache_bytes
+    }
+
+    /// Fails if a setting that is fixed differs from what it was when the server started, which had `before`.
     ///
     /// # Errors
     ///
     /// [`FileError::Line`].
     pub(super) fn check_settings(&self, before: &Self) -> Result<(), FileError> {
-        for (name, _) in SETTINGS {
+        for (name, _) in SETTINGS.into_iter().filter(|&(name, _)| name != TABLE_CACHE) {
             let values = |file: &Self| file.settings.get(name).map(|setting| setting.values.clone());
             let (was, is) = (values(before), values(self));
             if was != is {

@@ -41,6 +41,7 @@ const OPENED: [&str; 8] = [
 
 /// The way from the disks that are served to those of a file.
 struct Plan {
+    table_cache_bytes: Option<u64>,
     groups: RateLimitGroups,
     /// The names of all disks of the file.
     listed: Vec<String>,
@@ -101,6 +102,7 @@ impl Roster {
         let mut go = self.state.lock().listed.clone();
         go.retain(|name| !listed.contains(name) && self.find(name).is_ok());
         let mut plan = Plan {
+            table_cache_bytes: file.table_cache_bytes(),
             groups: file.groups.clone(),
             listed,
             go,
@@ -176,6 +178,7 @@ impl Roster {
     fn apply(self: &Arc<Self>, plan: Plan) -> Result<Value, String> {
         let (mut removed, mut changed, mut added, mut failed) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        open::table_memory().set_limit_bytes(plan.table_cache_bytes);
         let limits = {
             let mut state = self.state.lock();
             state.listed = plan.listed;

@@ -35,6 +35,8 @@ pub struct Options {
     pub sandbox: bool,
     /// The time within which the service manager wants to hear that the workers work, if it does not say so itself.
     pub watchdog: Option<Duration>,
+    /// The bytes that the tables of all images may take in memory together, if they are bounded.
+    pub table_cache_bytes: Option<u64>,
     /// This is the process in the background, which says when it is ready.
     pub detached: bool,
     /// Those who may connect to the sockets that are created.

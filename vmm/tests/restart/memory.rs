@@ -37,15 +37,25 @@ pub(crate) fn private_kib(server: &Server) -> u64 {
 
 /// The server keeps its table cache within `l2_cache=`, and what guards the writes with it.
 #[test]
-#[expect(clippy::print_stdout, reason = "what cannot run here is said and counted")]
 fn server_memory_stays_within_its_bounds() {
+    stays_within(CACHE_KIB, &[]);
+}
+
+/// Whatever each image may have.
+#[test]
+fn tables_of_all_images_stay_within_their_bound() {
+    stays_within(8 << 10, &["--table-cache", "8M"]);
+}
+
+#[expect(clippy::print_stdout, reason = "what cannot run here is said and counted")]
+fn stays_within(cache_kib: u64, arguments: &[&str]) {
     if std::env::var_os("ASAN_OPTIONS").is_some() {
         println!("cannot run here: the memory of a server, because AddressSanitizer adds its own");
         return;
     }
     let world = World::new("cluster_size=65536,preallocation=metadata", DISK_BYTES);
     let disk = "path=disk.qcow2,l2_cache=32M,poll_us=0";
-    let server = world.serve_disk(&["env", "--default-signal"], disk, &[]);
+    let server = world.serve_disk(&["env", "--default-signal"], disk, arguments);
     let mut client = Client::new(DISK_BYTES / BLOCK, false);
     client.connect(&world.path("socket"));
     client.submit(crate::client::Ask::Read, 0);
@@ -69,12 +79,12 @@ fn server_memory_stays_within_its_bounds() {
     println!("private memory: {idle} KiB idle, {after} KiB after reads");
     assert!(idle <= 1792, "{idle} KiB idle");
     assert!(
-        after >= CACHE_KIB * 7 / 8,
+        after >= cache_kib * 7 / 8,
         "{after} KiB: the reads did not fill the cache"
     );
     assert!(
-        after <= CACHE_KIB + (6 << 10),
-        "{after} KiB beside a table cache of {CACHE_KIB}"
+        after <= cache_kib + (6 << 10),
+        "{after} KiB beside a table cache of {cache_kib}"
     );
     assert_eq!(server.stop(), Some(0));
 }

@@ -13,7 +13,7 @@ use crate::server::World;
 use ringdisk_gen::Random;
 
 /// The samples of a scrape, by name with labels.
-type Samples = BTreeMap<String, f64>;
+pub(crate) type Samples = BTreeMap<String, f64>;
 
 const GET: &[u8] = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
 
@@ -40,7 +40,7 @@ fn scrape(mut stream: impl Read + Write) -> Option<Samples> {
 }
 
 /// Scrapes a Unix socket, which may not be there yet.
-fn scrape_at(path: &Path) -> Samples {
+pub(crate) fn scrape_at(path: &Path) -> Samples {
     let deadline = Instant::now() + Duration::from_secs(20);
     loop {
         let found = UnixStream::connect(path).ok().and_then(scrape);

@@ -7,6 +7,7 @@ use ringdisk_gen::Random;
 use serde_json::{Value, json};
 
 use crate::client::{BLOCK, Client};
+use crate::metrics::scrape_at;
 use crate::server::{Server, World};
 
 const BLOCKS: usize = 512;
@@ -87,6 +88,37 @@ fn followed(world: &World, clients: &mut [&mut Client], random: &mut Random) -> 
     assert!(ok, "{said}");
     assert!(clients.iter().all(|client| client.is_connected()));
     serde_json::from_str(&said).expect("JSON")
+}
+
+/// The bound for the tables of all images is the one setting that follows the file.
+#[test]
+fn table_cache_follows_the_file() {
+    let world = world();
+    let settings = |cache: &str| {
+        let metrics = "metrics = \"unix:metrics.sock\"\n";
+        [SETTINGS, metrics, cache, &disk("a", "")[..]].concat()
+    };
+    let bounds = || {
+        let samples = scrape_at(&world.path("metrics.sock"));
+        let bound = samples.get("ringdisk_table_cache_limit_bytes").copied();
+        (samples["ringdisk_table_cache_bytes"] > 0.0, bound)
+    };
+    write(&world, &settings("table_cache = \"2M\"\n"));
+    let server = serve(&world, &[]);
+    let mut random = Random::new(3);
+    let mut a = client(&world, "a");
+    work(&mut a, &mut random);
+    assert_eq!(bounds(), (true, Some(2_097_152.0)));
+    write(&world, &settings("table_cache = \"3M\"\n"));
+    followed(&world, &mut [&mut a], &mut random);
+    assert_eq!(bounds(), (true, Some(3_145_728.0)));
+    write(&world, &settings("table_cache = \"1k\"\n"));
+    let (ok, said) = reload(&world, &mut [&mut a], &mut random);
+    assert!(!ok && said.contains("expected 1M or more"), "{said}");
+    write(&world, &settings(""));
+    followed(&world, &mut [&mut a], &mut random);
+    assert_eq!(bounds(), (true, None));
+    stop(server);
 }
 
 fn stop(server: Server) {

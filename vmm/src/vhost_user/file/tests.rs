@@ -13,6 +13,7 @@ workers = [2, "1@0"]
 socket_mode = "666"
 restartable = true
 sandbox = false
+table_cache = "1G"
 watchdog = 30
 
 [[rate_limit_group]]
@@ -59,6 +60,7 @@ fn file_says_what_a_command_line_says() {
     let options = wanted.options;
     assert_eq!(options.access, Access::parse(Some("666"), None).expect("a mode"));
     assert!(options.restartable && !options.sandbox && !options.takeover);
+    assert_eq!(options.table_cache_bytes, Some(1 << 30));
     assert_eq!(options.watchdog, Some(Duration::from_secs(30)));
 
     let [(first, a), (second, b)] = &wanted.disks.served[..] else {
@@ -136,6 +138,10 @@ fn wrong_line_is_named() {
         (
             "\nworkers = 0".to_owned(),
             "disks.toml:2: `0` is no number of workers; expected 1 to 1024",
+        ),
+        (
+            "\ntable_cache = \"10k\"".to_owned(),
+            "disks.toml:2: `10k` is no size of a table cache; expected 1M or more",
         ),
         (
             "watchdog = 0".to_owned(),
