@@ -3,6 +3,8 @@
 //! They are the only reasons to [begin a test again](crate::begun_again). A signature is as narrow as its fault: what looks
 //! only alike may be the answer to something that a server of ours did, and fails its test.
 
+use crate::results::{RESTARTED, boots, scripts_part};
+
 /// The assertions with which QEMU 10.0 ends, once in many runs, when the CPUs of an emulated guest change its page tables: what
 /// it remembers of a translation names a memory region that there is no more, or another one, which cannot take the access.
 const EMULATOR: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
@@ -11,6 +13,26 @@ const EMULATOR: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_wri
 /// a busy machine: the ring of a process that has ended cancels its ublk commands. Seen once on the same way, and most likely the same:
 /// the entry has another use already, and the driver warns of a command that is not the one it knows.
 const CANCEL: &str = "io_uring_try_cancel_uring_cmd";
+
+/// What `ringdisk run` logs when KVM has stopped a CPU whose exceptions nothing handled.
+const TRIPLE_FAULT: &str = "a triple fault";
+
+/// Returns what failed, if these lines of an outer guest's script show that the machine in it restarted in the middle of its own script
+/// and without a word: KVM says that a CPU of it had a triple fault, and its kernel complains of nothing. QEMU's emulation of SVM does
+/// that under load, whichever program the machine belongs to. The lines are those of the machine's console, each after `inner `,
+/// and of its log, each after `err `.
+pub(crate) fn of_machine<'a>(
+    said: impl Iterator<Item = &'a str> + Clone,
+    complains: impl Fn(&str) -> bool,
+) -> Option<&'static str> {
+    let told = |prefix: &'static str| said.clone().filter_map(move |line| line.strip_prefix(prefix));
+    let console: String = told("inner ").flat_map(|line| [line, "\n"]).collect();
+    let restarted = boots(&scripts_part(&console)).is_err_and(|what| what == RESTARTED);
+    let without_a_word =
+        !console.lines().any(complains) && told("err ").any(|line| line.contains(TRIPLE_FAULT));
+    (restarted && without_a_word)
+        .then_some("the machine in its guest had a triple fault, and its kernel said nothing")
+}
 
 /// Returns what failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a
 /// processor.
@@ -61,6 +83,34 @@ mod tests {
         assert!(of_emulator("qemu-system-x86_64", aborted, ours).is_none());
         assert!(of_emulator("qemu-system-x86_64", "signal: 9 (SIGKILL)", assertion).is_none());
         assert!(of_emulator("qemu-system-x86_64", "exit status: 1", assertion).is_none());
+    }
+
+    #[test]
+    fn of_machine_finds_only_a_triple_fault_without_a_word() {
+        let complains = |line: &str| line.contains("Kernel panic");
+        let known = |said: &str| of_machine(said.lines(), complains).is_some();
+        let said = "\
+inner lab: init
+inner @@begin
+inner disk data
+err WARN a triple fault: the guest's kernel failed, or restarts as a last resort cpu=1
+inner [    1.332282] acpi PNP0A03:00: fail to add MMCONFIG information
+inner @@begin
+inner disk data
+inner @@exit 0
+inner @@stop
+inner [   29.350371] reboot: Power down
+";
+        assert!(known(said));
+        assert!(!known(&said.replacen("@@begin\n", "\n", 1)), "it ran once");
+        let told = said.replacen("inner disk data\n", "inner @@exit 0\ninner @@stop\n", 1);
+        assert!(!known(&told), "it was told to restart");
+        assert!(!known(&said.replace("a triple fault", "a reset")), "another end");
+        let panicked = said.replacen("disk data", "Kernel panic - not syncing", 1);
+        assert!(
+            !known(&panicked),
+            "its kernel failed, maybe by what a disk gave it"
+        );
     }
 
     /// The lines that matter of a console where it happened.

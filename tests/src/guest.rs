@@ -55,6 +55,9 @@ const COMPLAINTS: [&str; 14] = [
     "rcu: INFO",
 ];
 
+/// What the kernel says when it gives up.
+const PANIC: &str = "Kernel panic";
+
 /// The first line of the initramfs on the console. Up to it a guest has used no disk of ours.
 const INITRAMFS: &str = "lab: init";
 
@@ -571,7 +574,7 @@ impl RunningGuest {
     }
 
     fn check_alive(&self) -> Result<(), Error> {
-        if read_lossy(&self.console).contains("Kernel panic") {
+        if read_lossy(&self.console).contains(PANIC) {
             return Err(self.failed(PANICKED));
         }
         if Instant::now() < self.deadline {
@@ -605,7 +608,7 @@ impl RunningGuest {
         })
     }
 
-    fn failed(&self, what: &str) -> Error {
+    pub(crate) fn failed(&self, what: &str) -> Error {
         let console = read_lossy(&self.console);
         Error::Guest {
             what: what.to_owned(),
@@ -645,6 +648,11 @@ impl Outcome {
     pub fn complaints(&self) -> Vec<&str> {
         self.console.lines().filter(|line| complains(line)).collect()
     }
+}
+
+/// Returns true if this line of a console is a complaint, or the kernel's last.
+pub(crate) fn fails(line: &str) -> bool {
+    complains(line) || line.contains(PANIC)
 }
 
 /// Returns true if this line of a console is a complaint.

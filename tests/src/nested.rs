@@ -10,9 +10,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use crate::guest::fails;
 use crate::heartbeat::{Pulse, STOPPED};
 use crate::results::RESTARTED;
-use crate::{Error, Guest, Lab, Outcome, Scratch, Server, begun_again, image, initramfs, prepare, process};
+use crate::{
+    Error, Guest, Lab, Outcome, Scratch, Server, begun_again, fault, image, initramfs, prepare, process,
+};
 
 /// The memory a guest needs that runs a machine, in MiB.
 pub const MEMORY_MIB: u32 = 2048;
@@ -219,7 +222,7 @@ impl Nested<'_> {
     /// Runs the guest, and returns what its script printed, and the toolbox's disk.
     ///
     /// If the emulated processor fails, all of it is done again, up to twice, which counts as [begun again](begun_again): the guest
-    /// itself stops ticking, or restarts by itself. If it ticks on, what hangs in it is a fault, and the error says where its
+    /// itself stops ticking, or restarts by itself, or the machine in it does so without a word. If it ticks on, what hangs in it is a fault, and the error says where its
     /// processes are.
     ///
     /// # Errors
@@ -266,7 +269,13 @@ impl Nested<'_> {
             guest = guest.disk(name, &socket, 1);
         }
         let mut guest = guest.boot(self.scratch, OUTER).map_err(own)?;
-        let outcome = guest.outcome().map_err(|failure| {
+        let outcome = guest.outcome();
+        let said = process::read_lossy(&self.results());
+        if let Some(reason) = fault::of_machine(said.lines(), fails) {
+            let failure = guest.failed(reason);
+            return Err((Some(reason.to_owned()), failure));
+        }
+        let outcome = outcome.map_err(|failure| {
             let pulse = guest.pulse(STOPPED);
             let reason = reason_to_try_again(&failure, pulse);
             match failure {
