@@ -26,11 +26,11 @@ const SLICES_A_LOOK: usize = 64;
 /// The most images that are looked at for one slice.
 const LOOKS_MAX: usize = 4;
 
-/// A bound for the tables that several images have in memory together; see [`OpenOptions::table_memory`](crate::OpenOptions::table_memory).
-/// Its copies are the same bound.
+/// A bound for the tables that several images have in memory together; see
+/// [`OpenOptions::table_memory`](crate::OpenOptions::table_memory). Its copies are the same bound.
 ///
-/// Each image may have 16 slices of its L2 tables and as many of its refcount blocks in any case, of up to 4 KiB; changed tables stay until they
-/// are written. So for many images the bound should be at least 256 KiB each.
+/// Each image may have 16 slices of its L2 tables and as many of its refcount blocks in any case, of up to 4 KiB; changed tables stay
+/// until they are written. So for many images the bound should be at least 256 KiB each.
 #[derive(Clone, Debug, Default)]
 pub struct TableMemory {
     budget: TableBudget,

@@ -1,6 +1,6 @@
 //! The device behind a PCI function: the seam between the function's registers and the queues.
 //!
-//! The function keeps the registers; a [`Device`] gives them their meaning for a disk.
+//! The function keeps the registers; a [`Device`] gives them their meaning.
 //!
 //! Invariants: when [`Device::stop`] returns, nothing touches the queue or a buffer of its requests any more.
 
@@ -9,6 +9,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
+
+use block::IoError;
 
 use super::error::ResizeError;
 use super::msix::{NO_VECTOR, Vectors};
@@ -70,7 +72,7 @@ pub(super) struct QueueStart<'a> {
 /// An error of a request of the driver or the machine to a device.
 pub(super) type DeviceError = Box<dyn std::error::Error + Send + Sync>;
 
-/// A virtio-blk device without its transport.
+/// A virtio device without its transport.
 pub(super) trait Device: Send + fmt::Debug {
     /// The features it offers; the transport's own are not among them.
     fn features(&self) -> u64;
@@ -95,10 +97,14 @@ pub(super) trait Device: Send + fmt::Debug {
     fn reset(&mut self);
 
     /// Makes durable what was answered, as far as that is in this process's hands.
-    fn flush(&mut self) -> io::Result<()>;
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 
-    /// Makes the disk larger. Answers its new size in bytes.
-    fn resize(&mut self, size_bytes: u64) -> Result<u64, ResizeError>;
+    /// Makes the disk larger, if it is one. Answers its new size in bytes.
+    fn resize(&mut self, _size_bytes: u64) -> Result<u64, ResizeError> {
+        Err(ResizeError::Disk(IoError::Unsupported))
+    }
 
     /// Returns the name of its I/O driver.
     fn driver_name(&self) -> &'static str;

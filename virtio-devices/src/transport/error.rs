@@ -1,4 +1,4 @@
-//! Errors of a PCI function and its disk.
+//! Errors of a PCI function and its device.
 
 use std::io;
 
@@ -7,6 +7,7 @@ use block::worker::{StartWorkerError, WorkerGone};
 
 use super::foreign::link::BackendError;
 use super::function::QUEUES_MAX;
+use super::vhost_net::VhostNetError;
 use crate::blk::SerialTooLong;
 
 /// An error of creating a PCI function.
@@ -29,6 +30,12 @@ pub enum PlugError {
     /// The backend that was to run the queues cannot be used.
     #[error(transparent)]
     Backend(#[from] BackendError),
+    /// The kernel cannot run the queues of a network interface.
+    #[error(transparent)]
+    Network(#[from] VhostNetError),
+    /// The thread of a device could not be started.
+    #[error("cannot start the thread of a device")]
+    Thread(#[source] io::Error),
     /// The machine or the host has no interrupt or descriptor left.
     #[error("cannot create an interrupt or an eventfd")]
     Events(#[from] io::Error),

@@ -1,7 +1,7 @@
 //! A device on the PCI bus of a machine in the same process.
 //!
 //! [`VirtioPciBlock`] is a whole PCI function: configuration space, MSI-X and the virtio registers, for a disk
-//! whose queues run on workers of its own. It needs a [`Machine`], which turns a guest's write into an event and an event
+//! whose queues run on workers of its own. [`VirtioPciDevice`] is one for a network interface, whose queues the host's kernel runs, or for a source of entropy. It needs a [`Machine`], which turns a guest's write into an event and an event
 //! into an interrupt. Spec: virtio 1.2, 4.1; PCI 3.0, 6.
 //!
 //! ```text
@@ -14,15 +14,22 @@
 
 mod config_space;
 mod device;
+mod disk;
+mod entropy;
 mod error;
 mod foreign;
 mod function;
 mod in_process;
+mod memory;
 mod msix;
+mod network;
+mod others;
 mod pci;
 mod queue;
+mod tap;
 #[cfg(test)]
 mod tests;
+mod vhost_net;
 
 use std::fmt;
 use std::io;
@@ -31,9 +38,14 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use disk::{PciDiskConfig, VirtioPciBlock};
 pub use error::{PlugError, ResizeError};
 pub use foreign::{BackendError, VhostUserBackend, VhostUserDiskConfig};
-pub use pci::{BAR_BYTES, PciDiskConfig, VirtioPciBlock};
+pub use network::{MacAddress, MacAddressError, PciNetworkConfig};
+pub use others::VirtioPciDevice;
+pub use pci::BAR_BYTES;
+pub use tap::{Tap, TapError};
+pub use vhost_net::VhostNetError;
 
 /// A message that raises an interrupt when it is written: what MSI-X puts in a table entry.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

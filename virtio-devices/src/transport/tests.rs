@@ -101,11 +101,27 @@ impl Bench {
 }
 
 /// A function in a machine, and the disk in memory that may be behind it.
-pub(super) struct Board {
+pub(super) struct Board<F = VirtioPciBlock> {
     pub(super) bench: Arc<Bench>,
     pub(super) disk: MemDisk,
-    pub(super) function: VirtioPciBlock,
+    pub(super) function: F,
     memory: vm_memory::GuestMemoryMmap,
+}
+
+impl<F> Board<F> {
+    /// With the function that `make` makes, which has no disk.
+    pub(super) fn of(
+        make: impl FnOnce(vm_memory::GuestMemoryMmap, Arc<dyn Machine>, u32) -> Result<F, PlugError>,
+    ) -> Self {
+        let (bench, memory) = (Arc::new(Bench::default()), guest_memory(None));
+        let machine = Arc::clone(&bench) as Arc<dyn Machine>;
+        Self {
+            function: make(memory.clone(), machine, WINDOW).expect("a function"),
+            bench,
+            disk: MemDisk::new(),
+            memory,
+        }
+    }
 }
 
 impl Board {
@@ -164,7 +180,9 @@ impl Board {
             memory,
         })
     }
+}
 
+impl<F: PciFunction> Board<F> {
     pub(super) fn config<const N: usize>(&mut self, offset: u16) -> [u8; N] {
         let mut bytes = [0; N];
         self.function.read_config(offset, &mut bytes);

@@ -18,12 +18,10 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use block::IoError;
 use block::worker::StartHook;
 use parking_lot::Mutex;
 use vhost::VhostBackend;
@@ -32,7 +30,7 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_FLUSH};
 use vm_memory::GuestMemoryMmap;
 
 use super::device::{Device, DeviceError, QueueInterrupt, QueueStart};
-use super::error::{PlugError, ResizeError};
+use super::error::PlugError;
 use super::function::{FunctionState, QUEUES_MAX};
 use crate::blk::WRITEBACK_OFFSET;
 use crate::connect::Cancel;
@@ -255,14 +253,7 @@ impl Device for Foreign {
         }
     }
 
-    fn flush(&mut self) -> io::Result<()> {
-        // What it has answered is in the backend's hands; the protocol has no word for this.
-        Ok(())
-    }
-
-    fn resize(&mut self, _: u64) -> Result<u64, ResizeError> {
-        Err(ResizeError::Disk(IoError::Unsupported))
-    }
+    // What it has answered is in the backend's hands, the disk's size too; the protocol has no words for them.
 
     fn driver_name(&self) -> &'static str {
         "vhost-user"

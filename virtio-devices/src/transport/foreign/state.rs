@@ -8,11 +8,12 @@ use std::sync::mpsc::Sender;
 
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
-use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vhost::{VhostBackend, VringConfigData};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 
 use super::super::device::{DeviceError, QueueInterrupt};
 use super::super::function::{FunctionState, signal};
+use super::super::memory::regions;
 use super::agreement::{Agreed, Config, PROTOCOL_FEATURES};
 use super::link::{Ask, BackendError, Connection, Link};
 use crate::blk::WRITEBACK_OFFSET;
@@ -110,13 +111,10 @@ impl BackendState {
             return Ok(());
         }
         let features = self.accepted & self.features | PROTOCOL_FEATURES;
-        let regions = self.memory.iter().map(|region| {
-            VhostUserMemoryRegionInfo::from_guest_region(region).map_err(|_| BackendError::Memory {
-                what: "a region",
-                address: region.start_addr().0,
-            })
-        });
-        let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        let regions = regions(&self.memory).map_err(|address| BackendError::Memory {
+            what: "a region",
+            address,
+        })?;
         let link = self.connection.link();
         link.send("SET_FEATURES", |backend| backend.set_features(features))?;
         link.send("SET_MEM_TABLE", |backend| backend.set_mem_table(&regions))?;

@@ -21,9 +21,32 @@ pub(super) const TABLE: u64 = 0x4000;
 pub(super) const PENDING: u64 = 0x6000;
 
 const VENDOR_VIRTIO: u16 = 0x1AF4;
-const DEVICE_BLOCK: u16 = 0x1042;
-/// Mass storage, of no further kind.
-const CLASS: u32 = 0x01_80_00;
+
+/// A kind of device, as the PCI bus knows it: virtio 1.2, 4.1.2; the class codes of the PCI SIG.
+#[derive(Clone, Copy, Debug)]
+pub(in super::super) struct Kind {
+    device: u16,
+    class: u32,
+}
+
+impl Kind {
+    /// A disk: mass storage, of no further kind.
+    pub(in super::super) const BLOCK: Self = Self {
+        device: 0x1042,
+        class: 0x01_80_00,
+    };
+    /// A network interface: an Ethernet controller.
+    pub(in super::super) const NETWORK: Self = Self {
+        device: 0x1041,
+        class: 0x02_00_00,
+    };
+    /// A source of entropy: of no class.
+    pub(in super::super) const ENTROPY: Self = Self {
+        device: 0x1044,
+        class: 0xFF_00_00,
+    };
+}
+
 const CAPABILITY_VENDOR: u8 = 0x09;
 const CAPABILITY_MSIX: u8 = 0x11;
 /// `cfg_type` of virtio capabilities: virtio 1.2, 4.1.4.
@@ -42,9 +65,9 @@ pub(super) struct Capabilities {
     pub(super) access_at: u16,
 }
 
-/// Returns the configuration space of a function with `queues` queues and its window at `window`.
-pub(super) fn capabilities(window: u32, queues: u16) -> Capabilities {
-    let mut space = ConfigSpace::new(VENDOR_VIRTIO, DEVICE_BLOCK, CLASS, BAR_BYTES);
+/// Returns the configuration space of a function of this kind with `queues` queues and its window at `window`.
+pub(super) fn capabilities(kind: Kind, window: u32, queues: u16) -> Capabilities {
+    let mut space = ConfigSpace::new(VENDOR_VIRTIO, kind.device, kind.class, BAR_BYTES);
     space.put(at::BAR0, &window.to_le_bytes());
     space.add(
         CAPABILITY_VENDOR,

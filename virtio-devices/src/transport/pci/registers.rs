@@ -11,7 +11,7 @@ use super::super::device::DeviceError;
 use super::super::function::STATUS_NEEDS_RESET;
 use super::super::msix::NO_VECTOR;
 use super::super::queue::PciQueue;
-use super::VirtioPciBlock;
+use super::Function;
 use super::layout::COMMON_BYTES;
 
 pub(super) const STATUS_DRIVER_OK: u8 = 4;
@@ -19,7 +19,7 @@ const STATUS_FEATURES_OK: u8 = 8;
 /// `VIRTIO_F_RING_RESET`: a queue can be reset alone.
 const FEATURE_RING_RESET: u64 = 1 << 40;
 
-impl VirtioPciBlock {
+impl Function {
     fn offered(&self) -> u64 {
         self.device.features() | FEATURE_RING_RESET
     }
