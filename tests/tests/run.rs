@@ -63,6 +63,8 @@ fn inner(outcome: &Outcome) -> Vec<&str> {
         .collect()
 }
 
+/// The functions of a machine with a network interface.
+const NETWORK: &str = include_str!("../guest/run/network.inner.sh");
 const WORK: &str = include_str!("../guest/run/work.inner.sh");
 
 #[test]
@@ -87,7 +89,12 @@ fn work_twice(served: bool, drivers: [usize; 2]) -> Result<(), Error> {
         if served { "yes" } else { "no" },
         include_str!("../guest/run/work.sh")
     );
-    let inner_script = format!("rounds={}\n{WORK}", if served { 6 } else { 1 });
+    let rounds = if served {
+        "rounds=6\nnetwork=no"
+    } else {
+        "rounds=1\nnetwork=yes"
+    };
+    let inner_script = format!("{rounds}\n{NETWORK}{WORK}");
     let (outcome, tools) = nested(&lab, &scratch, &[("work", &inner_script)], &script)?;
     let said = inner(&outcome);
     let all = said.join("\n");
@@ -119,6 +126,29 @@ fn work_twice(served: bool, drivers: [usize; 2]) -> Result<(), Error> {
         "both queues were at work: {all}"
     );
 
+    if !served {
+        let offered = outcome.value("offered ").expect("bytes to fetch");
+        assert_eq!(
+            count(&format!("fetched {offered}")),
+            2,
+            "before the restart and after it: {all}"
+        );
+        assert_eq!(outcome.value("came "), Some(offered), "{all}");
+        let random = said
+            .iter()
+            .filter_map(|line| line.strip_prefix("random ")?.trim().parse().ok());
+        let random: Vec<u64> = random.collect();
+        assert!(
+            random.len() == 2 && random.iter().all(|&bytes| bytes > 65_000),
+            "random bytes cannot be compressed: {all}"
+        );
+        assert_eq!(count("address 52:54:00:12:34:56"), 2, "{all}");
+        let others = outcome.lines().collect::<Vec<_>>();
+        assert!(
+            others.contains(&"gone tap0"),
+            "the machine had made it: {others:?}"
+        );
+    }
     if served {
         assert_eq!(outcome.value("served "), Some("0"), "{all}");
         let again = outcome
@@ -198,7 +228,8 @@ fn disk_in_use_has_snapshots_is_complete_when_paused_and_grows() -> Result<(), E
     let lab = lab::require();
     let scratch = Scratch::new()?;
     let script = include_str!("../guest/run/paused.sh");
-    let (outcome, tools) = nested(&lab, &scratch, &[("count", COUNT)], script)?;
+    let inner_script = format!("{NETWORK}{COUNT}");
+    let (outcome, tools) = nested(&lab, &scratch, &[("count", &inner_script)], script)?;
     let all = outcome.lines().collect::<Vec<_>>().join("\n");
     let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
     assert_eq!(value("ended "), "0", "{all}");
@@ -209,9 +240,24 @@ fn disk_in_use_has_snapshots_is_complete_when_paused_and_grows() -> Result<(), E
         "yes",
         "nothing is written while it is paused: {all}"
     );
+    let network = r#""networks":[{"address":"0000:00:1f.0","mac":"52:54:00:12:34:56","tap":"tap0"}]"#;
+    assert!(value("before ").contains(network), "{all}");
+    assert!(all.contains("heard before"), "{all}");
+    assert!(
+        all.contains(
+            "inner seed #cloud-config\ninner seed hostname: paused\ninner seed instance-id: ringdisk-"
+        ),
+        "{all}"
+    );
+    assert_eq!(
+        value("silent "),
+        "paused",
+        "nothing comes to a paused machine: {all}"
+    );
+    assert_eq!(value("heard "), "again", "{all}");
     assert!(value("unknown ").contains("dance"), "{all}");
     assert!(
-        value("nodisk ").contains("there is no disk `nodisk`; there are: root.qcow2, data.qcow2"),
+        value("nodisk ").contains("there is no disk `nodisk`; there are: root.qcow2, data.qcow2, cloud-init"),
         "{all}"
     );
     assert!(

@@ -10,6 +10,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand};
 use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_help};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
+use crate::net_config::NetConfig;
 use crate::ublk::arguments::UblkCommand;
 use crate::vhost_user::arguments::{ServeArguments, VhostUserArguments};
 use crate::{ctl, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk};
@@ -94,6 +95,18 @@ struct RunArguments {
     /// Disk: path=FILE and other key=value pairs; can be repeated
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
     disk: Vec<String>,
+    /// Network interface: tap=NAME or fd=NUMBER, and mac=ADDRESS and queue_size=N; can be repeated
+    ///
+    /// What the guest sends comes out of the host's tap interface, and back; the host's kernel does that (vhost-net).
+    #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
+    net: Vec<String>,
+    /// Tell cloud-init in the guest what to do, by a further disk (NoCloud): a file with user data, or a folder with user-data, meta-data
+    /// and network-config
+    #[arg(long, value_name = "PATH")]
+    cloud_init: Option<std::path::PathBuf>,
+    /// Give the guest random bytes of the host (virtio-rng)
+    #[arg(long)]
+    rng: bool,
     /// Rate limits that several disks share: id=NAME with the bw_... and ops_... keys of --disk. A disk joins with
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
@@ -236,6 +249,8 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
     for disk in &disks {
         machine_run::check_queues(disk, arguments.cpus).map_err(CommandFailure::Usage)?;
     }
+    let nets = NetConfig::parse_all(&arguments.net);
+    let nets = nets.map_err(|error| CommandFailure::Usage(error.to_string()))?;
     let console = match arguments.serial.split_once('=') {
         None if arguments.serial == "tty" => ConsoleConfig::Terminal,
         None if arguments.serial == "off" => ConsoleConfig::Off,
@@ -263,6 +278,9 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
             sandbox: arguments.sandbox == "on",
         },
         disks,
+        nets,
+        cloud_init: arguments.cloud_init,
+        rng: arguments.rng,
         rate_limit_groups,
         console,
         control: arguments.control,

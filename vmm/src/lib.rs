@@ -30,6 +30,7 @@
 
 mod background;
 pub mod cli;
+pub mod cloud_init;
 pub mod control;
 mod ctl;
 pub mod disk_config;
@@ -42,6 +43,7 @@ pub mod limits;
 pub mod logging;
 pub mod machine;
 pub mod metrics;
+pub mod net_config;
 pub mod once;
 pub mod open;
 mod parallel;

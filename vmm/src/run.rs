@@ -12,17 +12,21 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use virtio_devices::connect::Cancel;
+use virtio_devices::transport::{PciNetworkConfig, TapError};
 
+use crate::cloud_init::{self, Seed};
 use crate::control::{Control, DiskKeys, Request};
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK, chain};
 use crate::exchange::{self, Listed, ServedDisk};
 use crate::limits;
 use crate::machine::{
-    Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, Stop, restore_terminal,
+    Console, ConsoleConfig, Machine, MachineConfig, MachineError, Reason, SLOTS, Stop, restore_terminal,
 };
 use crate::metrics::{self, Metrics};
+use crate::net_config::NetConfig;
 use crate::once;
+use crate::sandbox::Task;
 use crate::signals::{StopSignals, is_log_read};
 use crate::socket::Socket;
 
@@ -30,7 +34,7 @@ mod disks;
 #[cfg(test)]
 mod snapshot_tests;
 
-use disks::{Attached, Disks};
+use disks::{Attached, Disks, confined};
 
 /// The configuration of `ringdisk run`.
 #[derive(Clone, Debug)]
@@ -39,6 +43,12 @@ pub struct RunConfig {
     pub machine: MachineConfig,
     /// Its disks.
     pub disks: Vec<DiskConfig>,
+    /// Its network interfaces: the first one is in the last slot, the next ones before it.
+    pub nets: Vec<NetConfig>,
+    /// The user data of cloud-init in the guest, or the folder with all that it reads.
+    pub cloud_init: Option<PathBuf>,
+    /// True if it has a source of entropy, in the slot before those.
+    pub rng: bool,
     /// The groups whose rate limits disks share, those that are added later too.
     pub rate_limit_groups: RateLimitGroups,
     /// Its console.
@@ -54,6 +64,10 @@ pub struct RunConfig {
 /// The state that control requests use: the current machine and its disks.
 struct Desk {
     config: MachineConfig,
+    /// By slot.
+    nets: BTreeMap<usize, PciNetworkConfig>,
+    /// The slot of the source of entropy, if it has one.
+    rng: Option<usize>,
     rate_limit_groups: RateLimitGroups,
     disks: Arc<Disks>,
     /// Locked before the disks.
@@ -156,12 +170,24 @@ impl Desk {
                 "removing": disk.asked,
             })
         });
+        let networks: Vec<Value> = self
+            .nets
+            .iter()
+            .map(|(&slot, net)| {
+                json!({
+                    "tap": net.tap.name(),
+                    "mac": net.mac.to_string(),
+                    "address": address(slot),
+                })
+            })
+            .collect();
         json!({
             "state": if machine.is_paused() { "paused" } else { "running" },
             "cpus": self.config.cpus,
             "memory": self.config.memory.bytes,
             "exits": machine.exits(),
             "disks": disks,
+            "networks": networks,
         })
     }
 }
@@ -243,7 +269,7 @@ impl exchange::Desk for Desk {
     }
 }
 
-/// Returns the guest's PCI address of the disk in `slot`.
+/// Returns the guest's PCI address of what is in `slot`.
 fn address(slot: usize) -> String {
     format!("0000:00:{slot:02x}.0")
 }
@@ -264,12 +290,12 @@ pub fn check_queues(disk: &DiskConfig, cpus: u16) -> Result<(), String> {
     ))
 }
 
-/// Refuses disks that name one image, one backend's socket, one id or one slot twice.
-fn check_names(disks: &[DiskConfig]) -> Result<(), CommandFailure> {
+/// Refuses disks that name one image, one backend's socket, one id or one slot twice; `others` are ids that are taken.
+fn check_names(disks: &[DiskConfig], others: Option<&str>) -> Result<(), CommandFailure> {
     once::check_images(disks)?;
     let backends = disks.iter().filter(|disk| disk.vhost_user);
     once::check_sockets(&backends.map(|disk| disk.path.clone()).collect::<Vec<_>>())?;
-    let mut ids = BTreeMap::new();
+    let mut ids: BTreeMap<_, _> = others.map(|id| (id.to_owned(), usize::MAX)).into_iter().collect();
     let mut slots = BTreeMap::new();
     for (index, disk) in disks.iter().enumerate() {
         if let Some(id) = &disk.id
@@ -294,7 +320,8 @@ fn check_names(disks: &[DiskConfig]) -> Result<(), CommandFailure> {
 ///
 /// A failure that names what it is about. Images that could be closed cleanly have been.
 pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
-    check_names(&config.disks)?;
+    let seed = config.cloud_init.as_ref().map(|_| cloud_init::ID);
+    check_names(&config.disks, seed)?;
     let numbers = config.machine.check();
     numbers.map_err(|error| CommandFailure::Usage(chain(&error)))?;
     let payload = config.machine.payload.check();
@@ -316,8 +343,18 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     let metrics = metrics
         .transpose()
         .map_err(|error| CommandFailure::Failed(error.into()))?;
+    // The slots of disks count from the first one.
+    let mut slots = (1..SLOTS).rev();
+    let nets = config.nets.iter().zip(&mut slots);
+    let nets = nets.map(|(net, slot)| Ok((slot, net.open()?)));
+    let nets = nets.collect::<Result<_, TapError>>();
+    let nets = nets.map_err(|error| CommandFailure::Failed(error.into()))?;
+    let seed = config.cloud_init.as_deref().map(Seed::make).transpose();
+    let seed = seed.map_err(|error| CommandFailure::Failed(error.into()))?;
+    let last = seed.iter().map(Seed::disk).collect::<Result<Vec<_>, _>>();
+    let last = last.map_err(|error| CommandFailure::Failed(error.into()))?;
     let mut disks = Vec::new();
-    for disk in &config.disks {
+    for disk in config.disks.iter().chain(&last) {
         disks.push(
             Attached::open(disk, config.machine.sandbox)
                 .map_err(|error| CommandFailure::Failed(error.into()))?,
@@ -326,6 +363,8 @@ pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     let disks = Disks::new(disks);
     let desk = Arc::new(Desk {
         config: config.machine.clone(),
+        nets,
+        rng: slots.next().filter(|_| config.rng),
         rate_limit_groups: config.rate_limit_groups.clone(),
         disks: Arc::new(disks.map_err(|error| CommandFailure::about("cannot start a thread", error))?),
         machine: Mutex::default(),
@@ -430,7 +469,13 @@ fn prepare(desk: &Desk, console: &Console) -> Result<Machine, MachineError> {
     let disks = Arc::clone(&desk.disks);
     let ejected = Arc::new(move |slot| disks.leave(slot));
     let machine = Machine::new(&desk.config, console, &desk.stop, ejected)?;
-    if let Err(error) = desk.disks.plug_all(&machine, &desk.cancel()) {
+    let mut nets = desk.nets.iter();
+    let plugged = nets.try_for_each(|(&slot, net)| machine.plug_network(slot, net.clone()));
+    let plugged = plugged.and_then(|()| {
+        let hook = desk.config.sandbox.then(|| confined(Task::Queue));
+        desk.rng.map_or(Ok(()), |slot| machine.plug_entropy(slot, hook))
+    });
+    if let Err(error) = plugged.and_then(|()| desk.disks.plug_all(&machine, &desk.cancel())) {
         machine.end();
         return Err(error);
     }

@@ -342,7 +342,7 @@ fn remove_stale(path: &Path, address: &Address) -> Result<(), SocketError> {
 
 /// Takes ownership of a descriptor that nobody in this process has: one without the close-on-exec flag, which everything that
 /// is opened here has.
-fn claim(descriptor: RawFd) -> io::Result<OwnedFd> {
+pub(crate) fn claim(descriptor: RawFd) -> io::Result<OwnedFd> {
     if descriptor < inherited::FIRST {
         return Err(io::ErrorKind::InvalidInput.into());
     }

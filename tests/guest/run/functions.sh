@@ -15,6 +15,13 @@ told() {
     tr -d '\r' <"$1.log" | sed 's/^/inner /'
     sed 's/\x1b\[[0-9;]*m//g; s/^/err /' "$1.err"
 }
+# A network interface of the machine: what `run` is given for it, and connect, which gives the host's end an address when it is there.
+NETWORK="--net tap=tap0,mac=52:54:00:12:34:56 --rng"
+connect() {
+    soon 60 [ -e /sys/class/net/tap0 ]
+    busybox ip addr add 192.0.2.1/24 dev tap0
+    busybox ip link set tap0 up
+}
 # serve SOCKET ARGUMENTS…: has another program of ours offer a disk; leaves its number in $server.
 serve() {
     socket=$1

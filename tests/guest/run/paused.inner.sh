@@ -1,6 +1,13 @@
 # Counts in the first sector, and says so when the disk has answered; until the disk has grown. Then it waits for its power button.
 size() { cat "/sys/block/$(basename "$(readlink /dev/lab/data)")/size"; }
 before=$(size)
+connected
+# As cloud-init finds it.
+modprobe vfat
+seed=$(blkid -L cidata)
+mount -o ro "$seed" /media
+cat /media/user-data /media/meta-data | sed 's/^/seed /'
+umount /media
 fio --name=load --filename=/dev/lab/data --offset=16m --size=64m --rw=randwrite --bs=16k --ioengine=libaio --iodepth=16 \
     --direct=1 --time_based --runtime=500 --eta=never --output=/tmp/fio &
 load=$!

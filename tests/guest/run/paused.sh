@@ -1,7 +1,13 @@
 # A machine whose disk gets snapshots under load, that is paused, and whose disk grows while it runs.
-run count --control control & machine=$!
+modprobe -a tun vhost_net
+# shellcheck disable=SC2086 # a list
+printf '#cloud-config\nhostname: paused\n' >user-data
+run count --control control --cloud-init user-data $NETWORK & machine=$!
+connect
+heard() { busybox ping -c 1 -W 1 192.0.2.2 >/dev/null; }
 wait_for count "wrote 20"
 ctl info | sed 's/^/before /'
+soon 20 heard && echo "heard before"
 ctl snapshot-create data.qcow2 gone | sed 's/^/first /'
 grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/live /'
 ctl snapshot-create data.qcow2 live | sed 's/^/second /'
@@ -12,10 +18,12 @@ refused unforced snapshot-apply data.qcow2 live
 ctl pause >/dev/null
 grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/last /'
 ctl info | sed 's/^/paused /'
+heard || echo "silent paused"
 cp data.qcow2 copy.qcow2
 sleep 2
 cmp data.qcow2 copy.qcow2 && echo "still yes"
 ctl resume >/dev/null
+soon 20 heard && echo "heard again"
 ctl dance 2>&1 | head -n 1 | sed 's/^/unknown /' || true
 refused nodisk disk-resize nodisk 1G
 refused smaller disk-resize data.qcow2 1M

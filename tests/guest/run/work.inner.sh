@@ -1,9 +1,18 @@
-# Works on its disks for so many `rounds`, restarts, and finds everything again.
+# Works on its disks for so many `rounds`, restarts, and finds everything again. With `network=yes` bytes come each time, and go once.
 for disk in data frozen; do
     name=$(basename "$(readlink /dev/lab/$disk)")
     echo "disk $disk $(cat /sys/block/$name/size) ro=$(cat /sys/block/$name/ro) serial=$(cat /sys/block/$name/serial)"
 done
+if [ $network = yes ]; then
+    connected
+    soon 20 busybox wget -q -O /tmp/bytes http://192.0.2.1/bytes
+    sha256sum </tmp/bytes | sed 's/^/fetched /'
+    modprobe virtio_rng
+    soon 20 grep -q virtio_rng /sys/class/misc/hw_random/rng_current
+    head -c 64k /dev/hwrng | gzip | wc -c | sed 's/^/random /'
+fi
 if [ ! -e /root/sums ]; then
+    [ $network = no ] || busybox nc 192.0.2.1 9000 </tmp/bytes
     head -c 4096 /dev/lab/frozen | sha256sum | sed 's/^/frozen /'
     dd if=/dev/zero of=/dev/lab/frozen bs=4k count=1 2>/dev/null && echo "a read-only disk was written"
     mkfs.ext4 -q /dev/lab/data

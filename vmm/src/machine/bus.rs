@@ -63,6 +63,11 @@ impl Slots {
         (1..SLOTS).find(|&slot| matches!(slots.get(slot), Some(None)))
     }
 
+    /// Returns true if something is in a slot.
+    pub(super) fn is_taken(&self, slot: usize) -> bool {
+        self.function(slot).is_some()
+    }
+
     fn function(&self, slot: usize) -> Option<Function> {
         let slots = self.0.lock();
         let (function, _) = slots.get(slot)?.as_ref()?;

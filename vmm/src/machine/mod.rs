@@ -3,7 +3,8 @@
 //! ```text
 //! Machine ── KvmMachine (memory, interrupts)
 //!    ├────── Cpus (a thread each) ──exits──▶ Bus ──▶ serial port, power, hot-plug, PCI configuration
-//!    └────── disks: VirtioPciBlock, whose workers hear kicks from KVM itself
+//!    ├────── disks: VirtioPciBlock, whose workers hear kicks from KVM itself
+//!    └────── network interfaces and entropy: VirtioPciDevice
 //! ```
 //!
 //! Module `x86_64` has everything specific to x86, behind the functions that it lists.
@@ -27,9 +28,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use block::Disk;
+use block::worker::StartHook;
 use parking_lot::{Condvar, Mutex};
 use virtio_devices::transport::{
-    BAR_BYTES, Machine as BusMachine, PciDiskConfig, PlugError, VhostUserBackend, VirtioPciBlock,
+    BAR_BYTES, Machine as BusMachine, PciDiskConfig, PciFunction, PciNetworkConfig, PlugError,
+    VhostUserBackend, VirtioPciBlock, VirtioPciDevice,
 };
 use vm_memory::GuestMemoryMmap;
 
@@ -121,7 +124,7 @@ pub enum MachineError {
     /// Nothing to run.
     #[error(transparent)]
     Boot(#[from] BootError),
-    /// A disk cannot be plugged in.
+    /// A disk or another device cannot be plugged in.
     #[error(transparent)]
     Plug(#[from] PlugError),
     /// There is no slot for a disk.
@@ -305,6 +308,8 @@ pub struct Machine {
     cpus: Cpus,
     hotplug: Arc<Hotplug>,
     disks: Arc<Disks>,
+    /// What is no disk, by slot.
+    others: Mutex<BTreeMap<usize, Arc<Mutex<VirtioPciDevice>>>>,
 }
 
 impl Machine {
@@ -351,6 +356,7 @@ impl Machine {
             cpus,
             hotplug,
             disks,
+            others: Mutex::default(),
         })
     }
 
@@ -395,7 +401,45 @@ impl Machine {
         let slot = slot
             .or_else(|| self.disks.slots.free())
             .ok_or(MachineError::NoSlot)?;
-        if slot == 0 || slot >= SLOTS || disks.contains_key(&slot) {
+        let function = self.plug_function(slot, make)?;
+        let shown = Mutex::new(Shown::of(&function.lock()));
+        disks.insert(slot, Arc::new(Plugged { function, shown }));
+        Ok(slot)
+    }
+
+    /// Plugs a network interface into `slot` of a machine that does not run yet.
+    ///
+    /// # Errors
+    ///
+    /// [`MachineError`].
+    pub fn plug_network(&self, slot: usize, config: PciNetworkConfig) -> Result<(), MachineError> {
+        let function = self.plug_function(slot, |memory, bus, window| {
+            VirtioPciDevice::network(config, memory, bus, window)
+        })?;
+        self.others.lock().insert(slot, function);
+        Ok(())
+    }
+
+    /// Plugs a source of entropy into `slot` of a machine that does not run yet. Its thread runs `on_start` first.
+    ///
+    /// # Errors
+    ///
+    /// [`MachineError`].
+    pub fn plug_entropy(&self, slot: usize, on_start: Option<StartHook>) -> Result<(), MachineError> {
+        let function = self.plug_function(slot, |memory, bus, window| {
+            VirtioPciDevice::entropy(on_start, memory, bus, window)
+        })?;
+        self.others.lock().insert(slot, function);
+        Ok(())
+    }
+
+    /// Makes a function, and plugs it into `slot`.
+    fn plug_function<T: PciFunction + 'static>(
+        &self,
+        slot: usize,
+        make: impl FnOnce(GuestMemoryMmap, Arc<dyn BusMachine>, u32) -> Result<T, PlugError>,
+    ) -> Result<Arc<Mutex<T>>, MachineError> {
+        if slot == 0 || slot >= SLOTS || self.disks.slots.is_taken(slot) {
             return Err(MachineError::SlotTaken { slot });
         }
         let window = arch::WINDOWS.start as u32 + slot as u32 * BAR_BYTES;
@@ -403,9 +447,7 @@ impl Machine {
         let function = make(self.kvm.memory().clone(), bus, window)?;
         let function = Arc::new(Mutex::new(function));
         self.disks.slots.plug(slot, Arc::clone(&function) as Function);
-        let shown = Mutex::new(Shown::of(&function.lock()));
-        disks.insert(slot, Arc::new(Plugged { function, shown }));
-        Ok(slot)
+        Ok(function)
     }
 
     /// Tells the guest that there is a new disk in `slot`.
@@ -430,6 +472,8 @@ impl Machine {
             .lock()
             .values()
             .for_each(|disk| disk.function.lock().resume());
+        let others = self.others.lock();
+        others.values().for_each(|other| other.lock().resume());
         self.cpus.resume();
     }
 
@@ -441,6 +485,11 @@ impl Machine {
     /// The error of the first disk that cannot make its writes durable; the guest is paused in any case.
     pub fn pause(&self) -> io::Result<()> {
         self.cpus.pause();
+        for (slot, other) in &*self.others.lock() {
+            if let Err(error) = other.lock().pause() {
+                tracing::error!(slot, %error, "cannot stop the queues of a device");
+            }
+        }
         let mut result = Ok(());
         for disk in self.disks.plugged.lock().values() {
             result = result.and(disk.function.lock().pause());
@@ -477,11 +526,17 @@ impl Machine {
         self.cpus.exits()
     }
 
-    /// Ends the machine: no CPU runs any more, and every disk's requests are answered. The disks stay open.
+    /// Ends the machine: no CPU runs any more, every disk's requests are answered, and nothing comes from a network. The disks stay open.
     pub fn end(&self) {
         self.cpus.end();
         for slot in 0..SLOTS {
             self.disks.unplug(slot);
+        }
+        for (slot, other) in std::mem::take(&mut *self.others.lock()) {
+            self.disks.slots.unplug(slot);
+            if let Err(error) = other.lock().unplug() {
+                tracing::error!(slot, %error, "cannot stop the queues of a device");
+            }
         }
     }
 }

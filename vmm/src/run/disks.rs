@@ -59,6 +59,11 @@ pub(super) enum Source {
     Backend(VhostUserBackend),
 }
 
+/// Returns a start hook by which a thread gives up what its task does not need.
+pub(super) fn confined(task: Task) -> StartHook {
+    StartHook::new(move || Ok(sandbox::confine_thread(task)?))
+}
+
 /// A disk of the machine, open and locked.
 #[derive(Debug)]
 pub(super) struct Attached {
@@ -142,8 +147,7 @@ impl Attached {
 
     /// Returns the start hook of a thread that a guest or a backend reaches: the sandbox.
     fn hook(&self, task: Task) -> Option<StartHook> {
-        self.sandbox
-            .then(|| StartHook::new(move || Ok(sandbox::confine_thread(task)?)))
+        self.sandbox.then(|| confined(task))
     }
 
     /// Returns the image, or a new connection to the backend. Connecting may take seconds, or until `cancel`; call it

@@ -58,6 +58,8 @@ impl World {
                 },
                 sandbox: false,
             },
+            nets: Default::default(),
+            rng: None,
             rate_limit_groups: RateLimitGroups::parse(&[]).expect("no groups"),
             disks: Arc::new(disks),
             machine: Mutex::default(),

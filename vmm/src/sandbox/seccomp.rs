@@ -24,8 +24,8 @@ pub enum Task {
     Queue,
     /// Speaks with clients, starts and stops: what a queue does, and opening files, and messages.
     Control,
-    /// Runs a guest's CPU: the calls of a queue, messages to a vhost-user backend, and KVM's ioctls for interrupts
-    /// and kicks.
+    /// Runs a guest's CPU: the calls of a queue, messages to a vhost-user backend, KVM's ioctls for interrupts and kicks, and
+    /// those that start and stop queues which the kernel runs.
     Cpu,
     /// Talks to a vhost-user backend: the calls of a CPU, and connecting.
     Backend,
@@ -182,6 +182,20 @@ const KVM: [u32; 7] = [
     0x0000_AE03, // KVM_CHECK_EXTENSION
 ];
 
+/// Ioctls by which a CPU's thread starts and stops the queues of a network interface that the kernel runs. Linux:
+/// `include/uapi/linux/vhost.h`, `if_tun.h`.
+const NETWORK: [u32; 9] = [
+    0x4008_AF00, // VHOST_SET_FEATURES
+    0x4008_AF10, // VHOST_SET_VRING_NUM
+    0x4028_AF11, // VHOST_SET_VRING_ADDR
+    0x4008_AF12, // VHOST_SET_VRING_BASE
+    0xC008_AF12, // VHOST_GET_VRING_BASE
+    0x4008_AF20, // VHOST_SET_VRING_KICK
+    0x4008_AF21, // VHOST_SET_VRING_CALL
+    0x4008_AF30, // VHOST_NET_SET_BACKEND
+    0x4004_54D0, // TUNSETOFFLOAD
+];
+
 /// System calls that newer ones replace, and that older C libraries still use.
 #[cfg(target_arch = "x86_64")]
 const OLD_EVERY: &[libc::c_long] = &[libc::SYS_poll];
@@ -277,7 +291,11 @@ fn rules(task: Task) -> Result<Rules, Error> {
         rules.insert(libc::SYS_socketpair, vec![local()?]);
     }
     if matches!(task, Task::Cpu | Task::Backend) {
-        let orders = KVM.iter().map(|&order| rule(1, SeccompCmpOp::Eq, order.into()));
+        let network = NETWORK.iter().filter(|_| task == Task::Cpu);
+        let orders = KVM
+            .iter()
+            .chain(network)
+            .map(|&order| rule(1, SeccompCmpOp::Eq, order.into()));
         rules.insert(libc::SYS_ioctl, orders.collect::<Result<_, _>>()?);
     }
     let mut settings = vec![rule(0, SeccompCmpOp::Eq, number(libc::PR_SET_NAME))?];
