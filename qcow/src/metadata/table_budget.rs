@@ -6,8 +6,8 @@ use block::sync::atomic::{AtomicU64, Ordering};
 
 /// A budget that table caches share. Its copies are the same budget.
 ///
-/// Caches ask before they grow, and two of them may do so at once. So what they hold may be past the limit by a slice for each cache, and by
-/// the slices that no cache can drop.
+/// Caches ask before they grow, and two of them may do so at once. So what they hold may be past the limit by a slice for each
+/// cache, and by the slices that no cache can drop.
 #[derive(Clone, Debug)]
 pub(crate) struct TableBudget(Arc<Budget>);
 
