@@ -222,8 +222,8 @@ impl Nested<'_> {
     /// Runs the guest, and returns what its script printed, and the toolbox's disk.
     ///
     /// If the emulated processor fails, all of it is done again, up to twice, which counts as [begun again](begun_again): the guest
-    /// itself stops ticking, or restarts by itself, or the machine in it does so without a word. If it ticks on, what hangs in it is a fault, and the error says where its
-    /// processes are.
+    /// itself stops ticking, or restarts by itself, or the machine in it does so without a word. If it ticks on, what hangs in it is a
+    /// fault, and the error says where its processes are.
     ///
     /// # Errors
     ///

@@ -53,6 +53,8 @@ pub(crate) struct SliceCache {
     /// The number of slices to keep, however much other images' caches hold.
     least: usize,
     together: TableBudget,
+    /// Nothing could be dropped when a slice came, and many were dirty.
+    crowded: bool,
     dirty: FxHashSet<u64>,
     loading: SingleFlight<u64>,
     before: Option<Before>,
@@ -73,6 +75,7 @@ impl SliceCache {
             budget,
             least: SLICES_MIN,
             together: TableBudget::default(),
+            crowded: false,
             dirty: FxHashSet::default(),
             loading: SingleFlight::default(),
             before: None,
@@ -223,7 +226,12 @@ impl SliceCache {
         if self.contains(key) {
             return;
         }
-        while self.is_full() && self.evict_one().is_some() {}
+        while self.is_full() {
+            if self.evict_one().is_none() {
+                self.crowded = self.dirty.len() > self.least / 2;
+                break;
+            }
+        }
         let slice = Slice {
             key,
             data,
@@ -358,13 +366,13 @@ impl SliceCache {
 
     /// Returns true if so many slices are dirty that eviction will soon find nothing to drop.
     pub(crate) fn is_dirty_past_budget(&self) -> bool {
-        let least_half = self.least / 2;
-        self.dirty.len() > self.budget / 2 || (self.dirty.len() > least_half && self.together.is_exceeded())
+        self.dirty.len() > self.budget / 2 || self.crowded
     }
 
     /// Takes all dirty slices as they are now, in order of their numbers, and marks them as being written. No byte is
     /// copied: the lock that the caller holds keeps all queues from their requests.
     pub(crate) fn take_dirty(&mut self) -> Vec<(u64, Arc<[u8]>)> {
+        self.crowded = false;
         let mut keys: Vec<u64> = self.dirty.drain().collect();
         keys.sort_unstable();
         let mut copies = Vec::with_capacity(keys.len());
@@ -572,6 +580,7 @@ mod tests {
         }
         assert!(!cache.is_dirty_past_budget());
         together.set_limit_bytes(19 * 512);
+        cache.insert(20, slice(1), true);
         assert!(cache.is_dirty_past_budget());
         cache.take_dirty();
         assert!(!cache.is_dirty_past_budget());

@@ -63,7 +63,7 @@ pub(crate) const PATHS: [Path; 13] = [
     path("cached-read-below", 1350.0, MANY, || cached_read_below(1)),
     path("cached-read-chain-32", 1305.0, MANY, || cached_read_below(32)),
     path("cached-write", 1145.0, MANY, cached_write),
-    path("allocating-write", 8730.0, FEW, allocating_write),
+    path("allocating-write", 8780.0, FEW, allocating_write),
     path("copy-on-write", 13020.0, FEW, copy_on_write),
     path("virtqueue-read", 2100.0, MANY, || virtqueue_read(false)),
     path("virtqueue-read-indirect", 2180.0, MANY, || virtqueue_read(true)),

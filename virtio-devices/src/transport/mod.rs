@@ -1,8 +1,9 @@
 //! A device on the PCI bus of a machine in the same process.
 //!
 //! [`VirtioPciBlock`] is a whole PCI function: configuration space, MSI-X and the virtio registers, for a disk
-//! whose queues run on workers of its own. [`VirtioPciDevice`] is one for a network interface, whose queues the host's kernel runs, or for a source of entropy. It needs a [`Machine`], which turns a guest's write into an event and an event
-//! into an interrupt. Spec: virtio 1.2, 4.1; PCI 3.0, 6.
+//! whose queues run on workers of its own. [`VirtioPciDevice`] is one for a network interface, whose queues the host's kernel
+//! runs, or for a source of entropy. Each needs a [`Machine`], which turns a guest's write into an event and an event into an
+//! interrupt. Spec: virtio 1.2, 4.1; PCI 3.0, 6.
 //!
 //! ```text
 //! guest ──kick──▶ ioeventfd ──▶ worker ──▶ disk

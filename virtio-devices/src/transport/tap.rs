@@ -42,8 +42,8 @@ pub enum TapError {
     Open(#[source] io::Error),
     /// It cannot be attached to.
     #[error(
-        "cannot attach to the tap interface {name}; expected one of `ip tuntap add dev {name} mode tap user USER`, with one queue and nobody \
-         attached, or the right to make it (CAP_NET_ADMIN)"
+        "cannot attach to the tap interface {name}; expected one of `ip tuntap add dev {name} mode tap user USER`, with one queue and \
+         nobody attached, or the right to make it (CAP_NET_ADMIN)"
     )]
     Attach {
         /// The name.

@@ -1,4 +1,5 @@
-//! The memory and the descriptors of this process: its tables of images, and what is read from descriptors of `/proc` that were opened before the sandbox closed.
+//! The memory and the descriptors of this process: its tables of images, and what is read from descriptors of `/proc` that were
+//! opened before the sandbox closed.
 
 use std::fs::File;
 use std::io;
