@@ -314,6 +314,17 @@ fn check_names(disks: &[DiskConfig], others: Option<&str>) -> Result<(), Command
     Ok(())
 }
 
+/// Refuses more network interfaces and sources of entropy than the bus has slots.
+fn check_others(config: &RunConfig) -> Result<(), CommandFailure> {
+    let (found, most) = (config.nets.len() + usize::from(config.rng), SLOTS - 1);
+    if found <= most {
+        return Ok(());
+    }
+    Err(CommandFailure::Usage(format!(
+        "{found} devices by --net and --rng; expected {most} at most, as many as the PCI bus has slots"
+    )))
+}
+
 /// Runs the machine until its end. Answers the exit code.
 ///
 /// # Errors
@@ -322,6 +333,7 @@ fn check_names(disks: &[DiskConfig], others: Option<&str>) -> Result<(), Command
 pub fn run(config: &RunConfig) -> Result<u8, CommandFailure> {
     let seed = config.cloud_init.as_ref().map(|_| cloud_init::ID);
     check_names(&config.disks, seed)?;
+    check_others(config)?;
     let numbers = config.machine.check();
     numbers.map_err(|error| CommandFailure::Usage(chain(&error)))?;
     let payload = config.machine.payload.check();

@@ -28,6 +28,11 @@ fn refused(world: &World, more: &[&str], code: i32) -> String {
 #[test]
 fn run_refuses_invalid_options_before_opening_anything() {
     let world = world();
+    let taps: Vec<String> = (0..31).map(|index| format!("tap=tap{index}")).collect();
+    let taps: Vec<&str> = ["--rng", "--net"]
+        .into_iter()
+        .chain(taps.iter().map(String::as_str))
+        .collect();
     for (arguments, said) in [
         (
             &["--disk", "path=disk.qcow2", "--disk", "path=./disk.qcow2"][..],
@@ -62,6 +67,15 @@ fn run_refuses_invalid_options_before_opening_anything() {
             &["--disk", "vhost_user=on,socket=s,bw_size=1M,bw_refill_time=1"],
             "`bw_size` contradicts `vhost_user=on`: `vhost_user=on` is for `ringdisk run`",
         ),
+        (
+            &["--disk", "path=disk.qcow2,id=cloud-init", "--cloud-init", "none"],
+            "two disks have the id `cloud-init`",
+        ),
+        (
+            &["--net", "tap=a,mac=1"],
+            "--net: `1` is no MAC address of one interface",
+        ),
+        (&taps[..], "32 devices by --net and --rng; expected 31 at most"),
         (&["--memory", "lots"], "--memory lots: "),
         (
             &["--memory", "size=1G,sise=2G"],
