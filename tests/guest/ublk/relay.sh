@@ -10,6 +10,8 @@ upgrade() {
     [ $status = 0 ] || { echo "the old server ended with $status"; cat *.err; exit 1; }
     sed -n 's/.*took over.* ms=\([0-9]*\).*/paused \1 ms/p' "$1.err"
 }
+# served: whether the server of the first device has answered requests.
+served() { ringdisk ublk info 0 --json | grep -qE '"(zero_)?copied":[1-9]'; }
 # The kernel's own way of handing over, with each of its transports' ways of naming pages.
 case $own_transports in
 zero-copy) relays=zero-copy:8 ;;
@@ -38,6 +40,8 @@ for relay in $relays; do
         esac
         echo "upgraded $transport $round in $took ms"
     done
+    # The load goes on with the last server, however slow the machine is.
+    soon 60 served
     ringdisk ublk info 0 --json | sed "s/^/info $transport /"
     kill -INT $sparse $full
     for load in $sparse $full; do
