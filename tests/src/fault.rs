@@ -14,7 +14,7 @@ const EMULATOR: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_wri
 /// the entry has another use already, and the driver warns of a command that is not the one it knows.
 const CANCEL: &str = "io_uring_try_cancel_uring_cmd";
 
-/// What `ringdisk run` logs when KVM has stopped a CPU whose exceptions nothing handled.
+/// The words that `ringdisk run` logs when KVM has stopped a CPU whose exceptions nothing handled.
 const TRIPLE_FAULT: &str = "a triple fault";
 
 /// Returns what failed, if these lines of an outer guest's script show that the machine in it restarted in the middle of its own script

@@ -55,7 +55,7 @@ const COMPLAINTS: [&str; 14] = [
     "rcu: INFO",
 ];
 
-/// What the kernel says when it gives up.
+/// The words of a kernel that gives up.
 const PANIC: &str = "Kernel panic";
 
 /// The first line of the initramfs on the console. Up to it a guest has used no disk of ours.

@@ -1,4 +1,4 @@
-//! What the table caches of several images may hold together, and what they hold.
+//! The bytes that the table caches of several images may hold together, and those that they hold.
 
 use std::sync::Arc;
 

@@ -34,13 +34,13 @@ pub(super) struct Entropy {
     stop: Option<OwnedFd>,
     /// `None` once it is to end.
     work: Option<Sender<Source>>,
-    /// Where each queue has stopped.
+    /// The available index at which the queue has stopped, each time.
     stopped: Receiver<u16>,
     /// `None` after it was joined.
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread needs to run the queue.
+/// The parts of a queue that its thread needs.
 struct Source {
     memory: GuestMemoryMmap,
     setup: QueueSetup,

@@ -308,7 +308,7 @@ pub struct Machine {
     cpus: Cpus,
     hotplug: Arc<Hotplug>,
     disks: Arc<Disks>,
-    /// What is no disk, by slot.
+    /// The devices that are no disks, by slot.
     others: Mutex<BTreeMap<usize, Arc<Mutex<VirtioPciDevice>>>>,
 }
 
