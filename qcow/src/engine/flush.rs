@@ -211,9 +211,22 @@ pub(super) async fn write_places(queue: &Rc<Queue>, mut places: Vec<Place>) -> R
             _ => joined.push((offset, bytes.to_vec())),
         }
     }
+    let joined = joined.iter();
+    write_buffers(
+        queue,
+        joined.map(|(offset, bytes)| (*offset, AlignedBuf::from_slice(bytes))),
+    )
+    .await
+}
+
+/// Writes buffers to their places, many at once.
+pub(super) async fn write_buffers(
+    queue: &Rc<Queue>,
+    buffers: impl Iterator<Item = (HostOffset, AlignedBuf)>,
+) -> Result<(), IoError> {
     let mut parts = Vec::new();
-    for (offset, bytes) in joined {
-        let buffer = Rc::new(AlignedBuf::from_slice(&bytes).into());
+    for (offset, buffer) in buffers {
+        let buffer = Rc::new(buffer.into());
         let piece = block::buffer::Piece::whole(&buffer);
         parts.push(queue.file.start_write(offset.bytes(), smallvec::smallvec![piece]));
         if parts.len() == WRITES_MAX {

@@ -19,11 +19,11 @@ use block::sync::{ChangeOnDrop, Mutex};
 use block::{IoError, Op, Request};
 
 use super::announce::Duty;
-use super::flush::{Rounds, write_places};
+use super::flush::{Rounds, write_buffers};
 use super::turn::Turns;
 use super::{Queue, announce, bitmaps, exclusive, zero};
 use crate::format::GuestOffset;
-use crate::metadata::dirty_bits::{ChunkWrite, DirtyBitmaps};
+use crate::metadata::dirty_bits::{ChunksWrite, DirtyBitmaps};
 
 /// The writes of durable bitmaps' bits.
 #[derive(Debug, Default)]
@@ -112,7 +112,7 @@ pub(super) async fn store(queue: &Rc<Queue>, bytes: Range<u64>) -> Result<(), Io
 #[must_use = "bits are stored once a sync has succeeded"]
 pub(super) struct Written<'a, Turn: FnOnce(&mut bool)> {
     bitmaps: Arc<DirtyBitmaps>,
-    chunks: Vec<ChunkWrite>,
+    chunks: Vec<ChunksWrite>,
     _turn: ChangeOnDrop<'a, bool, Turn>,
 }
 
@@ -151,11 +151,7 @@ async fn write(queue: &Rc<Queue>) -> Result<Option<Written<'_, impl FnOnce(&mut 
         bitmaps,
         _turn: turn,
     };
-    let places = written
-        .chunks
-        .iter()
-        .map(|chunk| (chunk.offset, chunk.bytes().into()))
-        .collect();
-    write_places(queue, places).await?;
+    let buffers = written.chunks.iter();
+    write_buffers(queue, buffers.map(|chunks| (chunks.offset, chunks.buffer()))).await?;
     Ok(Some(written))
 }

@@ -10,13 +10,15 @@
 //!
 //! Invariants:
 //! - a bit of `stored` is set on disk, durably, and no write that is under way clears it;
-//! - what a round stores has every bit of `stored` and of `changed`, but for regions that it closes, which have those of `changed`;
+//! - what a round stores has every bit of `stored`, but for regions that it closes, which have those of `changed`; and of chunks that
+//!   L2 entries wait for, every bit of `changed`;
 //! - a change in place begins after its bit was seen in `stored`, and after its bit was set in `changed`.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
 
+use block::AlignedBuf;
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,6 +27,10 @@ use crate::invariant::invariant;
 
 /// The largest number of words that are written at once: 4 KiB.
 const CHUNK_WORDS_MAX: u64 = 512;
+/// The most bytes between two chunks that are written together with what is between them.
+const GAP_BYTES: u64 = 32 << 10;
+/// The most bytes of one write.
+const WRITE_BYTES_MAX: u64 = 1 << 20;
 /// The guest bytes of a region, unless a word of bits has more.
 pub(crate) const REGION_BYTES: u64 = 4 << 20;
 /// The number of regions that may stay marked without a change of all of their granules.
@@ -77,20 +83,49 @@ struct Regions {
     is_under_way: bool,
 }
 
-/// A chunk to write, and where.
+/// Neighbouring chunks to write, and where.
 #[derive(Debug)]
-pub(crate) struct ChunkWrite {
+pub(crate) struct ChunksWrite {
     bitmap: usize,
-    chunk: u64,
+    /// The number of the first of them.
+    first: u64,
     words: Vec<u64>,
-    /// Its place on disk.
+    /// Words, by their numbers, and the bits of them that are stored when the round ends, and were not when it began.
+    new: Vec<(u64, u64)>,
+    /// Their place on disk.
     pub(crate) offset: HostOffset,
 }
 
-impl ChunkWrite {
-    /// Returns the bytes as they are on disk.
-    pub(crate) fn bytes(&self) -> Vec<u8> {
-        self.words.iter().flat_map(|word| word.to_le_bytes()).collect()
+impl ChunksWrite {
+    /// Returns them as they are on disk.
+    pub(crate) fn buffer(&self) -> AlignedBuf {
+        let mut buffer = AlignedBuf::zeroed(self.words.len() * 8);
+        for (place, word) in buffer.as_chunks_mut().0.iter_mut().zip(&self.words) {
+            *place = word.to_le_bytes();
+        }
+        buffer
+    }
+
+    /// Marks those of the regions that lie in it.
+    fn open(&mut self, bitmap: &DirtyBitmap, regions: &BTreeSet<Region>) {
+        let start = self.first * bitmap.chunk_words;
+        let region = |word| Region {
+            bitmap: self.bitmap,
+            word,
+        };
+        for opened in regions.range(region(start)..region(start + self.words.len() as u64)) {
+            for number in opened.word..opened.word + bitmap.region_words() {
+                if let Some(word) = self.words.get_mut((number - start) as usize) {
+                    *word = bitmap.valid(number);
+                    self.new.push((number, *word));
+                }
+            }
+        }
+    }
+
+    /// Returns the numbers of the chunks.
+    fn chunk_numbers(&self, bitmap: &DirtyBitmap) -> Range<u64> {
+        self.first..self.first + self.words.len() as u64 / bitmap.chunk_words
     }
 }
 
@@ -288,6 +323,36 @@ impl DirtyBitmap {
         Some(cluster + at % cluster_size)
     }
 
+    /// Returns true if a chunk lies so little behind those of a write that one write of all is cheaper than two.
+    fn is_near(&self, write: &ChunksWrite, chunk: u64, cluster_size: u64) -> bool {
+        let (numbers, chunk_bytes) = (write.chunk_numbers(self), self.chunk_words * 8);
+        let place = |number: u64| write.offset + (number - write.first) * chunk_bytes;
+        (chunk - numbers.end) * chunk_bytes <= GAP_BYTES
+            && (chunk + 1 - write.first) * chunk_bytes <= WRITE_BYTES_MAX
+            && (numbers.end..=chunk).all(|number| self.place(number, cluster_size) == Some(place(number)))
+    }
+
+    /// Adds the bits of the next chunk that are stored, and with `changes` those that have changed.
+    fn add_chunk(&self, number: u64, changes: bool, write: &mut ChunksWrite) {
+        let Some(Chunk { changed, stored }) = self.chunks.get(number as usize) else {
+            return;
+        };
+        let at = write.words.len();
+        let load = |word: &AtomicU64| word.load(Ordering::SeqCst);
+        write.words.extend(stored.iter().map(load));
+        if !changes {
+            return;
+        }
+        let words = write.words.iter_mut().skip(at).zip(changed.iter());
+        for (number, (word, changed)) in (number * self.chunk_words..).zip(words) {
+            let new = load(changed) & !*word;
+            if new != 0 {
+                *word |= new;
+                write.new.push((number, new));
+            }
+        }
+    }
+
     /// Stops to count as stored those bits of a region that no change has set.
     fn close(&self, region: Region) {
         for word in region.word..region.word + self.region_words() {
@@ -374,12 +439,12 @@ impl DirtyBitmaps {
     }
 
     /// Takes the chunks that a round writes. One round at a time, to [`Self::end_round`].
-    pub(crate) fn take_round(&self, cluster_size: u64) -> Vec<ChunkWrite> {
+    pub(crate) fn take_round(&self, cluster_size: u64) -> Vec<ChunksWrite> {
         let mut regions = self.regions.lock();
         regions.is_under_way = true;
         let wanted = std::mem::take(&mut regions.wanted);
-        let mut chunks = std::mem::take(&mut regions.unsaved);
-        let mut opened: BTreeMap<(usize, u64), Vec<Range<u64>>> = BTreeMap::new();
+        let unsaved = std::mem::take(&mut regions.unsaved);
+        let mut chunks = unsaved.clone();
         while regions.open.len() + wanted.len() > REGIONS_MAX {
             let Some(oldest) = regions.open.pop_front() else {
                 break;
@@ -389,65 +454,76 @@ impl DirtyBitmaps {
                 chunks.insert((oldest.bitmap, oldest.word / bitmap.chunk_words));
             }
         }
-        for region in wanted {
+        for region in &wanted {
             let Some(bitmap) = self.list.get(region.bitmap) else {
                 continue;
             };
-            let words = region.word..region.word + bitmap.region_words();
             let is_whole = |word| {
                 let changed = bitmap.changed(word).map_or(0, |word| word.load(Ordering::SeqCst));
                 changed == bitmap.valid(word)
             };
-            if !words.clone().all(is_whole) {
-                regions.open.push_back(region);
+            if !(region.word..region.word + bitmap.region_words()).all(is_whole) {
+                regions.open.push_back(*region);
             }
-            let chunk = (region.bitmap, region.word / bitmap.chunk_words);
-            chunks.insert(chunk);
-            opened.entry(chunk).or_default().push(words);
+            chunks.insert((region.bitmap, region.word / bitmap.chunk_words));
         }
         drop(regions);
-        let write = |(index, chunk): (usize, u64)| {
-            let bitmap = self.list.get(index)?;
-            let offset = bitmap.place(chunk, cluster_size)?;
-            let Chunk { changed, stored } = bitmap.chunks.get(chunk as usize)?;
-            let load = |word: &AtomicU64| word.load(Ordering::SeqCst);
-            let both = stored.iter().zip(changed.iter());
-            let mut words: Vec<u64> = both
-                .map(|(stored, changed)| load(stored) | load(changed))
-                .collect();
-            let first = chunk * bitmap.chunk_words;
-            for word in opened
-                .get(&(index, chunk))
-                .into_iter()
-                .flatten()
-                .cloned()
-                .flatten()
-            {
-                if let Some(place) = words.get_mut((word - first) as usize) {
-                    *place = bitmap.valid(word);
-                }
+        let mut writes = self.joined(&chunks, &unsaved, cluster_size);
+        for write in &mut writes {
+            if let Some(bitmap) = self.list.get(write.bitmap) {
+                write.open(bitmap, &wanted);
             }
-            Some(ChunkWrite {
+        }
+        writes
+    }
+
+    /// Returns writes of these chunks with the bits that are stored, and in `unsaved` ones changed, and of those in between where few are.
+    fn joined(
+        &self,
+        chunks: &BTreeSet<(usize, u64)>,
+        unsaved: &BTreeSet<(usize, u64)>,
+        cluster_size: u64,
+    ) -> Vec<ChunksWrite> {
+        let mut writes: Vec<ChunksWrite> = Vec::new();
+        for &(index, chunk) in chunks {
+            let Some(bitmap) = self.list.get(index) else {
+                continue;
+            };
+            let last = writes.last_mut().filter(|write| write.bitmap == index);
+            if let Some(last) = last
+                && let end = last.chunk_numbers(bitmap).end
+                && bitmap.is_near(last, chunk, cluster_size)
+            {
+                for chunk in end..=chunk {
+                    bitmap.add_chunk(chunk, unsaved.contains(&(index, chunk)), last);
+                }
+                continue;
+            }
+            let Some(offset) = bitmap.place(chunk, cluster_size) else {
+                continue;
+            };
+            let mut write = ChunksWrite {
                 bitmap: index,
-                chunk,
-                words,
+                first: chunk,
+                words: Vec::new(),
+                new: Vec::new(),
                 offset,
-            })
-        };
-        chunks.into_iter().filter_map(write).collect()
+            };
+            bitmap.add_chunk(chunk, unsaved.contains(&(index, chunk)), &mut write);
+            writes.push(write);
+        }
+        writes
     }
 
     /// Ends a round: its chunks are stored, durably.
-    pub(crate) fn end_round(&self, written: &[ChunkWrite]) {
+    pub(crate) fn end_round(&self, written: &[ChunksWrite]) {
         for write in written {
-            let bitmap = self.list.get(write.bitmap);
-            let Some(chunk) = bitmap.and_then(|bitmap| bitmap.chunks.get(write.chunk as usize)) else {
+            let Some(bitmap) = self.list.get(write.bitmap) else {
                 continue;
             };
-            for (stored, bits) in chunk.stored.iter().zip(&write.words) {
-                // Most have been stored before.
-                if stored.load(Ordering::SeqCst) & bits != *bits {
-                    stored.fetch_or(*bits, Ordering::SeqCst);
+            for (number, new) in &write.new {
+                if let Some(stored) = bitmap.stored(*number) {
+                    stored.fetch_or(*new, Ordering::SeqCst);
                 }
             }
         }
@@ -455,12 +531,15 @@ impl DirtyBitmaps {
     }
 
     /// Ends a round without these chunks, which may not be stored: they are written with the next L2 entries.
-    pub(crate) fn fail_round(&self, failed: &[ChunkWrite]) {
+    pub(crate) fn fail_round(&self, failed: &[ChunksWrite]) {
         let mut regions = self.regions.lock();
         regions.is_under_way = false;
-        regions
-            .unsaved
-            .extend(failed.iter().map(|write| (write.bitmap, write.chunk)));
+        for write in failed {
+            if let Some(bitmap) = self.list.get(write.bitmap) {
+                let chunks = write.chunk_numbers(bitmap);
+                regions.unsaved.extend(chunks.map(|chunk| (write.bitmap, chunk)));
+            }
+        }
     }
 
     /// Returns the same bitmaps for a disk of `size_bytes`, without those for which `memory_bytes` are too few. They are not
@@ -556,6 +635,28 @@ mod tests {
         assert!(!bitmaps.need_round());
         assert!(bitmaps.mark(&granule(64)) && bitmaps.mark(&granule(127)));
         assert!(!bitmaps.mark(&granule(128)));
+    }
+
+    /// A gap of two chunks is written, as it is stored; one of sixteen is not. A change that no round was asked to store is not stored.
+    #[test]
+    fn near_chunks_are_one_write() {
+        let chunk_bits = CHUNK_WORDS_MAX * 64;
+        let bitmaps = durable(40 * chunk_bits);
+        let at = |chunk: u64| granule(chunk * chunk_bits);
+        for chunk in [0, 1, 3, 20] {
+            bitmaps.mark(&at(chunk));
+            if chunk != 1 {
+                bitmaps.want(&at(chunk));
+            }
+        }
+        let round = bitmaps.take_round(CLUSTER);
+        let facts = |write: &ChunksWrite| (write.offset.bytes() - (1 << 20), write.buffer().len() as u64);
+        let found: Vec<(u64, u64)> = round.iter().map(facts).collect();
+        assert_eq!(found, [(0, 4 * CLUSTER), (20 * CLUSTER, CLUSTER)]);
+        assert_eq!(round[0].buffer()[CLUSTER as usize], 0);
+        bitmaps.end_round(&round);
+        assert!(bitmaps.mark(&at(0)) && bitmaps.mark(&at(3)) && bitmaps.mark(&at(20)));
+        assert!(!bitmaps.mark(&at(1)));
     }
 
     #[test]
