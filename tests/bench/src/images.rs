@@ -30,8 +30,10 @@ pub(crate) const HUGE_BYTES: u64 = 1 << 40;
 #[cfg(test)]
 pub(crate) const TEST_BYTES: u64 = 8 << 20;
 
-/// The size of the images whose persistent bitmaps have very many regions, in bytes.
-pub(crate) const WIDE_BYTES: u64 = 100 << 30;
+/// The size of the image whose persistent bitmap has very many granules, in bytes.
+pub(crate) const WIDE_BYTES: u64 = 25 << 30;
+/// The size of these granules, in bytes: there are as many as a disk of 100 GiB has by default.
+const WIDE_GRANULE_BYTES: u64 = 16 << 10;
 /// The size of the image that is half free, in bytes.
 pub(crate) const HALF_FREE_BYTES: u64 = 10 << 30;
 
@@ -107,12 +109,14 @@ pub(crate) enum Source {
     ScratchDataFile,
     /// As [`Source::Data`], encrypted.
     Luks,
-    /// As [`Source::Scratch`], with an enabled bitmap.
+    /// As [`Source::Scratch`], with a bitmap.
     ScratchBitmap,
-    /// [`WIDE_BYTES`] whose clusters are all mapped, no data, to be overwritten.
-    Wide,
-    /// The same with an enabled bitmap, which is to be durable.
+    /// The same file, whose bitmap is disabled.
+    ScratchBitmapOff,
+    /// [`WIDE_BYTES`] of zeros that are written, to be overwritten, with a bitmap, which is to be durable.
     WideBitmap,
+    /// The same file, whose bitmap is disabled.
+    WideBitmapOff,
     /// Data in every other mebibyte of [`HALF_FREE_BYTES`]; what was between is discarded, and the file as long as with it.
     HalfFree,
 }
@@ -140,19 +144,51 @@ impl Source {
             | Self::DataFile
             | Self::ScratchDataFile
             | Self::ScratchBitmap
+            | Self::ScratchBitmapOff
             | Self::Luks => DATA_BYTES,
             Self::Deflate | Self::Zstd => COMPRESSED_BYTES,
             Self::Fresh => FRESH_BYTES,
             Self::Huge | Self::Mapped => HUGE_BYTES,
-            Self::Wide | Self::WideBitmap => WIDE_BYTES,
+            Self::WideBitmap | Self::WideBitmapOff => WIDE_BYTES,
             Self::HalfFree => HALF_FREE_BYTES,
         }
     }
 
-    /// Returns true if it has an enabled bitmap.
-    #[must_use]
-    pub(crate) fn has_bitmap(self) -> bool {
-        matches!(self, Self::ScratchBitmap | Self::WideBitmap)
+    /// Returns true if all of its disk is data, in as many bytes of the file.
+    fn is_full(self) -> bool {
+        matches!(
+            self,
+            Self::Raw
+                | Self::RawScratch
+                | Self::Data
+                | Self::Scratch
+                | Self::DataExtended
+                | Self::ScratchExtended
+                | Self::DataFile
+                | Self::ScratchDataFile
+                | Self::ScratchBitmap
+                | Self::ScratchBitmapOff
+                | Self::Luks
+        )
+    }
+
+    /// The most bytes of the disk that it takes, and what else is made while it is.
+    fn room_bytes(self) -> u64 {
+        match self {
+            // Their holes stay.
+            Self::Huge | Self::Mapped => 1 << 30,
+            Self::WideBitmap | Self::WideBitmapOff => WIDE_BYTES + (1 << 30),
+            _ => 2 * self.disk_bytes(),
+        }
+    }
+
+    /// The bytes of a granule of its bitmap, if it has one.
+    fn granule_bytes(self) -> Option<u64> {
+        match self {
+            Self::ScratchBitmap | Self::ScratchBitmapOff => Some(CLUSTER_BYTES),
+            Self::WideBitmap | Self::WideBitmapOff => Some(WIDE_GRANULE_BYTES),
+            _ => None,
+        }
     }
 
     /// Returns the options of an overlay.
@@ -190,9 +226,8 @@ impl Source {
             Self::DataFile => "data-file.qcow2",
             Self::ScratchDataFile => "scratch-data-file.qcow2",
             Self::Luks => "luks.qcow2",
-            Self::ScratchBitmap => "scratch-bitmap.qcow2",
-            Self::Wide => "wide.qcow2",
-            Self::WideBitmap => "wide-bitmap.qcow2",
+            Self::ScratchBitmap | Self::ScratchBitmapOff => "scratch-bitmap.qcow2",
+            Self::WideBitmap | Self::WideBitmapOff => "wide-bitmap.qcow2",
             Self::HalfFree => "half-free.qcow2",
         }
     }
@@ -345,6 +380,7 @@ impl Images {
             _ => None,
         };
         if source.used_up_by_writing() || !path.exists() {
+            space::require(&self.directory, source.room_bytes())?;
             // Under its own name only when complete: whoever finds it there may use it.
             let partial = path.with_extension("part");
             space::remove(&path)?;
@@ -352,8 +388,13 @@ impl Images {
                 Some(below) => create_overlay_with(source.overlay_options(), &below.path, &partial)?,
                 None => self.write(source, &partial)?,
             }
-            if source.has_bitmap() {
-                let arguments = ["bitmap", "--add", "-f", "qcow2"].map(OsStr::new);
+            if source.is_full() {
+                let data_file = source.data_file_name().map(|name| self.directory.join(name));
+                space::lay_out(data_file.as_deref().unwrap_or(&partial))?;
+            }
+            if let Some(bytes) = source.granule_bytes() {
+                let bytes = bytes.to_string();
+                let arguments = ["bitmap", "--add", "-f", "qcow2", "-g", &bytes].map(OsStr::new);
                 let name = [partial.as_os_str(), OsStr::new(BITMAP)];
                 qemu_img(&[&arguments[..], &name].concat())?;
             }
@@ -418,7 +459,7 @@ impl Images {
         let size = source.disk_bytes();
         match source {
             Source::Raw | Source::RawScratch => write_content(path, size),
-            Source::Data | Source::Scratch | Source::ScratchBitmap => {
+            Source::Data | Source::Scratch | Source::ScratchBitmap | Source::ScratchBitmapOff => {
                 self.convert(size, &["-o", "cluster_size=64k"], path)
             }
             Source::Deflate => self.convert(
@@ -450,8 +491,12 @@ impl Images {
             Source::Overlay | Source::OverlayExtended | Source::Chain | Source::Fresh => {
                 create_empty("cluster_size=64k", path, size)
             }
-            Source::Huge | Source::Mapped | Source::Wide | Source::WideBitmap => {
+            Source::Huge | Source::Mapped => {
                 create_empty("cluster_size=64k,preallocation=metadata", path, size)
+            }
+            // Of a sparse file the file system would allocate each block, in both rows, and log it for each sync.
+            Source::WideBitmap | Source::WideBitmapOff => {
+                create_empty("cluster_size=64k,preallocation=full", path, size)
             }
             Source::HalfFree => {
                 create_empty("cluster_size=64k,preallocation=metadata", path, size)?;

@@ -21,13 +21,14 @@ const FIGURE: &str = "without";
 /// The rows of this part.
 #[must_use]
 pub(crate) fn rows() -> Vec<Row> {
-    let close = [Source::ScratchBitmap, Source::Scratch];
-    let durable = [Source::WideBitmap, Source::Wide];
+    // The same file: the time of a write in place depends on the file's extents.
+    let close = [Source::ScratchBitmap, Source::ScratchBitmapOff];
+    let durable = [Source::WideBitmap, Source::WideBitmapOff];
     #[rustfmt::skip]
     let rows = [
         ("engine/cached/write-4k-bitmap-d64", close, false, WORKING_SET_BYTES, 0.97),
         ("engine/disk/write-4k-bitmap-d64", close, true, WORKING_SET_BYTES, 0.97),
-        ("engine/disk/write-4k-durable-bitmap-d64", durable, true, Source::Wide.disk_bytes(), 0.6),
+        ("engine/disk/write-4k-durable-bitmap-d64", durable, true, Source::WideBitmap.disk_bytes(), 0.6),
     ];
     rows.map(|(name, sides, direct, disk_bytes, ratio)| Row {
         name,
@@ -35,7 +36,7 @@ pub(crate) fn rows() -> Vec<Row> {
         run: Box::new(move |row, bench| {
             let timing = match sides[1] {
                 // A bit that is set costs nothing: it is the first writes that count.
-                Source::Wide => Timing {
+                Source::WideBitmapOff => Timing {
                     warm_up: Duration::ZERO,
                     ..bench.timing
                 },
@@ -52,9 +53,9 @@ pub(crate) fn rows() -> Vec<Row> {
                 },
                 timing,
             };
-            let entries = beside.run(row, bench, (FIGURE, "without a bitmap"), clear);
-            if sides[1] == Source::Wide {
-                // They take more space with each turn.
+            let entries = beside.run(row, bench, (FIGURE, "bitmap disabled"), set_up);
+            if sides[1] == Source::WideBitmapOff {
+                // No other row needs it, and it is large.
                 sides.iter().try_for_each(|side| bench.images.forget(*side))?;
             }
             entries
@@ -63,18 +64,22 @@ pub(crate) fn rows() -> Vec<Row> {
     .into()
 }
 
-/// Clears the bitmap, if there is one: each turn begins with no bit set.
-fn clear(bench: &Bench, (source, image): (Source, &Image)) -> io::Result<()> {
+/// Enables and clears the bitmap, so that each turn begins with no bit set, or disables it.
+fn set_up(bench: &Bench, (source, image): (Source, &Image)) -> io::Result<()> {
     let Program::Ringdisk(ringdisk) = &bench.ours else {
         return Err(io::Error::other("only our own engine is measured"));
     };
-    if !source.has_bitmap() {
-        return Ok(());
+    let steps: &[&str] = match source {
+        Source::ScratchBitmapOff | Source::WideBitmapOff => &["disable"],
+        _ => &["enable", "clear"],
+    };
+    for step in steps {
+        let mut command = Command::new(ringdisk);
+        command
+            .args(["image", "bitmap", step])
+            .arg(&image.path)
+            .arg(BITMAP);
+        process::output(command, LIMIT)?;
     }
-    let mut command = Command::new(ringdisk);
-    command
-        .args(["image", "bitmap", "clear"])
-        .arg(&image.path)
-        .arg(BITMAP);
-    process::output(command, LIMIT).map(drop)
+    Ok(())
 }
