@@ -75,8 +75,11 @@ enum Command {
 #[derive(Args, Debug)]
 struct RunArguments {
     /// Kernel: a bzImage, or an ELF file with a PVH note
-    #[arg(long, value_name = "FILE")]
-    kernel: std::path::PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "firmware")]
+    kernel: Option<std::path::PathBuf>,
+    /// Firmware that boots from the disks, instead of a kernel: an ELF file with a PVH note, such as rust-hypervisor-firmware
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["kernel", "initramfs", "cmdline"])]
+    firmware: Option<std::path::PathBuf>,
     /// Initial RAM file system
     #[arg(long, value_name = "FILE")]
     initramfs: Option<std::path::PathBuf>,
@@ -266,13 +269,18 @@ fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, Command
     for path in console.socket().into_iter().chain(arguments.control.as_deref()) {
         check_socket(path)?;
     }
+    let payload = match (arguments.firmware, arguments.kernel) {
+        (Some(firmware), _) => Payload::Firmware(firmware),
+        (None, kernel) => Payload::Kernel {
+            // The command line has one of the two.
+            kernel: kernel.unwrap_or_default(),
+            initramfs: arguments.initramfs,
+            command_line: arguments.cmdline,
+        },
+    };
     Ok(machine_run::RunConfig {
         machine: MachineConfig {
-            payload: Payload {
-                kernel: arguments.kernel,
-                initramfs: arguments.initramfs,
-                command_line: arguments.cmdline,
-            },
+            payload,
             cpus: arguments.cpus,
             memory: memory_config(&arguments.memory)?,
             sandbox: arguments.sandbox == "on",

@@ -23,7 +23,7 @@ mod x86_64;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -52,25 +52,52 @@ use x86_64 as arch;
 /// The most CPUs of a machine.
 pub const CPUS_MAX: u16 = arch::CPUS_MAX;
 
-/// The kernel, initramfs and command line to boot.
+/// What a machine starts.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub struct Payload {
-    /// A bzImage, or an ELF file with a PVH note.
-    pub kernel: PathBuf,
-    /// The initial RAM file system.
-    pub initramfs: Option<PathBuf>,
-    /// The kernel's command line.
-    pub command_line: String,
+pub enum Payload {
+    /// A Linux kernel.
+    Kernel {
+        /// A bzImage, or an ELF file with a PVH note.
+        kernel: PathBuf,
+        /// The initial RAM file system.
+        initramfs: Option<PathBuf>,
+        /// The kernel's command line.
+        command_line: String,
+    },
+    /// Firmware, which finds what to boot on the disks: an ELF file with a PVH note.
+    Firmware(PathBuf),
 }
 
 impl Payload {
+    /// The role of the file in which the first CPU begins, and its path.
+    fn first(&self) -> (&'static str, &Path) {
+        match self {
+            Self::Kernel { kernel, .. } => ("kernel", kernel),
+            Self::Firmware(path) => ("firmware", path),
+        }
+    }
+
+    fn initramfs(&self) -> Option<&Path> {
+        match self {
+            Self::Kernel { initramfs, .. } => initramfs.as_deref(),
+            Self::Firmware(_) => None,
+        }
+    }
+
+    fn command_line(&self) -> &str {
+        match self {
+            Self::Kernel { command_line, .. } => command_line,
+            Self::Firmware(_) => "",
+        }
+    }
+
     /// Refuses a command line that kernels cut.
     ///
     /// # Errors
     ///
     /// [`BootError::CommandLine`].
     pub fn check_command_line(&self) -> Result<(), BootError> {
-        arch::check_command_line(&self.command_line)
+        arch::check_command_line(self.command_line())
     }
 
     /// Fails if there is nothing to boot, as far as that can be checked without a machine.
@@ -86,7 +113,7 @@ impl Payload {
 /// A machine.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct MachineConfig {
-    /// The kernel to boot.
+    /// What it starts.
     pub payload: Payload,
     /// The number of CPUs: 1 to [`CPUS_MAX`].
     pub cpus: u16,

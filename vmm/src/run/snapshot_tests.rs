@@ -45,7 +45,7 @@ impl World {
         let disks = Disks::new(disks.iter().map(attach).collect()).expect("a thread");
         let desk = Arc::new(Desk {
             config: MachineConfig {
-                payload: Payload {
+                payload: Payload::Kernel {
                     kernel: PathBuf::new(),
                     initramfs: None,
                     command_line: String::new(),

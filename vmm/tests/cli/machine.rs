@@ -162,6 +162,35 @@ fn pvh_kernel_runs_and_powers_off_on_any_number_of_cpus() {
     assert_eq!(refused.refused(2), "the number of CPUs is 33; expected 1 to 32");
 }
 
+/// Firmware begins as a PVH kernel does, without a command line, and again when the guest restarts.
+#[test]
+fn firmware_begins_and_begins_again_at_a_restart() {
+    let Some(world) = machines("firmware") else {
+        return;
+    };
+    let mut command = world.ringdisk_command();
+    command.args([
+        "run",
+        "--firmware",
+        "tiny",
+        "--memory",
+        "32M",
+        "--serial",
+        "socket=console",
+    ]);
+    command.args(["--disk", "path=disk.qcow2"]);
+    let machine = Running::start_piped(command);
+    let console = client(&world.path("console"));
+    hear(&console, b'1');
+    (&console).write_all(b"r").expect("it reads");
+    let mut said = vec![0; GREETING.len()];
+    (&console).read_exact(&mut said).expect("it starts again");
+    assert_eq!(said, GREETING.as_bytes());
+    hear(&console, b'2');
+    (&console).write_all(b"q").expect("it reads");
+    machine.ended().success();
+}
+
 #[test]
 fn socket_console_serves_in_turn_and_never_blocks_the_guest() {
     let Some(world) = machines("a console on a socket") else {

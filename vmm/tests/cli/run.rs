@@ -108,6 +108,11 @@ fn run_refuses_invalid_options_before_opening_anything() {
         assert!(line.contains(said), "{arguments:?}: {line}");
     }
     assert!(world.ringdisk(&["run"]).refused(2).contains("--kernel"));
+    let both = refused(&world, &["--firmware", "kernel"], 2);
+    assert!(
+        both.contains("'--kernel <FILE>' cannot be used with '--firmware <FILE>'"),
+        "{both}"
+    );
 }
 
 #[test]
@@ -124,6 +129,20 @@ fn run_names_missing_files_and_invalid_values() {
         .ringdisk(&["run", "--kernel", ".", "--serial", "off"])
         .refused(1);
     assert_eq!(line, "cannot read the kernel .: it is not a regular file");
+    let firmware = |path| {
+        world
+            .ringdisk(&["run", "--firmware", path, "--serial", "off"])
+            .refused(1)
+    };
+    assert_eq!(
+        firmware("hypervisor-fw"),
+        "cannot read the firmware hypervisor-fw: No such file or directory (os error 2)"
+    );
+    assert_eq!(
+        firmware("kernel"),
+        "kernel is not firmware for this machine: it is no ELF file; expected an ELF file with a PVH note, such as `hypervisor-fw` of \
+         rust-hypervisor-firmware"
+    );
     let line = refused(&world, &["--initramfs", "initrd"], 1);
     assert_eq!(
         line,

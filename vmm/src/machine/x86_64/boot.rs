@@ -1,4 +1,4 @@
-//! Kernel, initramfs and command line in the guest's memory: Linux's 64-bit boot protocol for a bzImage, PVH for an
+//! Kernel, initramfs and command line, or firmware, in the guest's memory: Linux's 64-bit boot protocol for a bzImage, PVH for an
 //! ELF file.
 
 use std::fs::File;
@@ -72,6 +72,29 @@ fn low_end(memory: &GuestMemoryMmap) -> u64 {
     memory.iter().next().map_or(0, |region| region.len().min(HOLE))
 }
 
+/// Returns the error that the file in which the first CPU is to begin is none to begin in.
+fn unfit(payload: &Payload, why: &str) -> BootError {
+    let (path, why) = (payload.first().1.to_owned(), why.to_owned());
+    match payload {
+        Payload::Kernel { .. } => BootError::Kernel { path, why },
+        Payload::Firmware(_) => BootError::Firmware { path, why },
+    }
+}
+
+/// Returns true if the file in which the first CPU is to begin is an ELF file.
+fn is_elf(payload: &Payload, file: &mut File) -> Result<bool, BootError> {
+    let (what, path) = payload.first();
+    let mut magic = [0; 4];
+    file.read_exact(&mut magic)
+        .and_then(|()| file.seek(SeekFrom::Start(0)))
+        .map_err(|source| BootError::Read {
+            what,
+            path: path.to_owned(),
+            source,
+        })?;
+    Ok(magic == *b"\x7fELF")
+}
+
 /// Refuses a command line that kernels cut.
 pub(in crate::machine) fn check_command_line(line: &str) -> Result<(), BootError> {
     let bytes = line.len();
@@ -83,9 +106,13 @@ pub(in crate::machine) fn check_command_line(line: &str) -> Result<(), BootError
 
 /// Fails if there is nothing to boot, as far as that can be checked without a machine.
 pub(in crate::machine) fn check(payload: &Payload) -> Result<(), BootError> {
-    check_command_line(&payload.command_line)?;
-    open("kernel", &payload.kernel)?;
-    match &payload.initramfs {
+    check_command_line(payload.command_line())?;
+    let (what, path) = payload.first();
+    let mut file = open(what, path)?;
+    if matches!(payload, Payload::Firmware(_)) && !is_elf(payload, &mut file)? {
+        return Err(unfit(payload, "it is no ELF file"));
+    }
+    match payload.initramfs() {
         Some(path) => open("initramfs", path).map(drop),
         None => Ok(()),
     }
@@ -98,31 +125,20 @@ pub(in crate::machine) fn load(
     cpus: u16,
 ) -> Result<Entry, BootError> {
     check(payload)?;
-    let mut file = open("kernel", &payload.kernel)?;
-    let kernel = |why: String| BootError::Kernel {
-        path: payload.kernel.clone(),
-        why,
-    };
-    let read = |source| BootError::Read {
-        what: "kernel",
-        path: payload.kernel.clone(),
-        source,
-    };
-    let mut magic = [0; 4];
-    file.read_exact(&mut magic).map_err(read)?;
-    file.seek(SeekFrom::Start(0)).map_err(read)?;
-    let is_elf = magic == *b"\x7fELF";
+    let (what, path) = payload.first();
+    let mut file = open(what, path)?;
+    let is_elf = is_elf(payload, &mut file)?;
     let high = Some(GuestAddress(HIGH_MEMORY));
     let loaded = if is_elf {
         Elf::load(memory, None, &mut file, high)
     } else {
         BzImage::load(memory, None, &mut file, high)
     }
-    .map_err(|error| kernel(error.to_string()))?;
+    .map_err(|error| unfit(payload, &error.to_string()))?;
 
-    let line = payload.command_line.as_bytes();
+    let line = payload.command_line().as_bytes();
     put(memory, "command line", &[line, &[0]].concat(), COMMAND_LINE)?;
-    let initramfs = match &payload.initramfs {
+    let initramfs = match payload.initramfs() {
         Some(path) => Some(load_initramfs(memory, path, unpacked_end(&loaded))?),
         None => None,
     };
@@ -130,7 +146,7 @@ pub(in crate::machine) fn load(
     put(memory, "reset vector", &reset_code(), RESET_VECTOR)?;
     if is_elf {
         let PvhBootCapability::PvhEntryPresent(entry) = loaded.pvh_boot_cap else {
-            return Err(kernel("it has no PVH note".to_owned()));
+            return Err(unfit(payload, "it has no PVH note"));
         };
         write_start_info(memory, initramfs, tables)?;
         return Ok(Entry {
@@ -140,7 +156,10 @@ pub(in crate::machine) fn load(
         });
     }
     write_zero_page(memory, &loaded, line.len(), initramfs, tables).ok_or_else(|| {
-        kernel("it is older than the boot protocol 2.12, or has no 64-bit entry".to_owned())
+        unfit(
+            payload,
+            "it is older than the boot protocol 2.12, or has no 64-bit entry",
+        )
     })??;
     Ok(Entry {
         mode: Mode::Long,

@@ -1,4 +1,4 @@
-//! Kernels and initramfs files that cannot be booted, and why.
+//! Kernels, initramfs files and firmware that cannot be booted, and why.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,13 +6,13 @@ use std::path::PathBuf;
 /// Linux: `COMMAND_LINE_SIZE` of x86. A kernel cuts what is longer without a word.
 pub(super) const COMMAND_LINE_MAX: usize = 2048;
 
-/// A kernel or initramfs that cannot be booted.
+/// A kernel, an initramfs or firmware that cannot be booted.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     /// A file cannot be read.
     #[error("cannot read the {what} {}", path.display())]
     Read {
-        /// The file's role: kernel or initramfs.
+        /// The file's role: kernel, initramfs or firmware.
         what: &'static str,
         /// The file.
         path: PathBuf,
@@ -27,6 +27,18 @@ pub enum BootError {
         path.display()
     )]
     Kernel {
+        /// The file.
+        path: PathBuf,
+        /// The defect.
+        why: String,
+    },
+    /// The file is no firmware that can be started.
+    #[error(
+        "{} is not firmware for this machine: {why}; expected an ELF file with a PVH note, such as `hypervisor-fw` of \
+         rust-hypervisor-firmware",
+        path.display()
+    )]
+    Firmware {
         /// The file.
         path: PathBuf,
         /// The defect.
