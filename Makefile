@@ -5,6 +5,7 @@
 #   make test    all tests, with what they need: the tools, the lab, the build; says what could not run here
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
 #   make deb     the Debian package, in target/deb; lintian judges it, and a guest installs, uses, upgrades and removes it
+#   make crates  each crate as a registry would have it, built from its package alone; uploads nothing
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json; ARGS=--help for what else it does
 #   make bench-check  this tree beside a reference commit; fails if a row is more than 3 % worse
 #   make counts  the instructions of the hot paths, each with its bound
@@ -26,7 +27,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: check test compiler tools setup lint doc build deb counts models explore canaries asan tsan coverage demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
+.PHONY: check test compiler tools setup lint doc build deb counts models explore canaries asan tsan coverage crates demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
 
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
@@ -118,6 +119,9 @@ deb: setup build
 	command -v lintian >/dev/null && command -v dh >/dev/null || apt-get install -y --no-install-recommends debhelper dpkg-dev lintian
 	packaging/deb.sh target/deb
 	cargo test -p ringdisk-tests --test package
+
+crates:
+	cargo publish --workspace --dry-run
 
 # rublk, a peer for block devices, generates bindings with libclang.
 peers:
