@@ -250,3 +250,22 @@ fn rounds_pass_over_idle_frontends_until_they_are_kicked() {
     assert!(gone.recv().is_err(), "it was let go of");
     assert_eq!(Rc::strong_count(kicked), 1);
 }
+
+/// One that nothing wakes stays awake beside a busy one for as long as that is busy, which is more looks than are counted.
+#[test]
+fn frontend_that_cannot_sleep_is_looked_at_without_end() {
+    let cx = Context::on(Ring::new(RingKind::IoUring, 16).expect("these tests need io_uring"));
+    let mut worker = Worker::by_hand(cx);
+    let looks = [true, false].map(|is_busy| {
+        let looks = Rc::new(Cell::new(0));
+        let frontend = Looked {
+            looks: Rc::clone(&looks),
+            is_busy,
+        };
+        worker.add(Box::new(frontend), Vec::new()).expect("a frontend");
+        looks
+    });
+    worker.awake.iter_mut().for_each(|entry| entry.idle = u32::MAX);
+    (0..10).for_each(|_| assert!(worker.round().expect("a round")));
+    assert_eq!(looks.map(|looks| looks.get()), [10, 10]);
+}
