@@ -117,7 +117,8 @@ fn serve(memory: &SharedMemory, call: &File, disk_bytes: u64, stop: &AtomicBool)
         let available = unsafe { field(part(AVAILABLE), 2) }.load(Ordering::Acquire);
         if available == seen {
             std::hint::spin_loop();
-            idle += 1;
+            // Past its largest value after minutes, which a client may take on a machine that stands still.
+            idle = idle.wrapping_add(1);
             if idle.is_multiple_of(1024) {
                 // Perhaps the client wants this CPU.
                 std::thread::yield_now();
