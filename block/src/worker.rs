@@ -204,7 +204,7 @@ impl Worker {
     fn rest_idle(&mut self) {
         let looks = IDLE_LOOKS / self.awake.len();
         let rests = |entry: &mut Entry| {
-            // One that may not sleep alone is looked at for as long as others are busy.
+            // A frontend that may not sleep alone stays awake, and is counted on, for as long as others are busy.
             entry.idle = entry.idle.saturating_add(1);
             if (entry.idle as usize) < looks || !entry.may_sleep_alone() {
                 return false;

@@ -251,7 +251,7 @@ fn rounds_pass_over_idle_frontends_until_they_are_kicked() {
     assert_eq!(Rc::strong_count(kicked), 1);
 }
 
-/// One that nothing wakes stays awake beside a busy one for as long as that is busy, which is more looks than are counted.
+/// A frontend without a kick cannot sleep: beside a busy one it gets more looks than its counter can hold.
 #[test]
 fn frontend_that_cannot_sleep_is_looked_at_without_end() {
     let cx = Context::on(Ring::new(RingKind::IoUring, 16).expect("these tests need io_uring"));

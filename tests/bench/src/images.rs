@@ -172,7 +172,7 @@ impl Source {
         )
     }
 
-    /// The most bytes of the disk that it takes, and what else is made while it is.
+    /// Returns the most bytes of the host's disk that are in use while it is made, with the copy that lays it out.
     fn room_bytes(self) -> u64 {
         match self {
             // Their holes stay.
@@ -182,7 +182,7 @@ impl Source {
         }
     }
 
-    /// The bytes of a granule of its bitmap, if it has one.
+    /// Returns the bytes of a granule of its bitmap, if it has one.
     fn granule_bytes(self) -> Option<u64> {
         match self {
             Self::ScratchBitmap | Self::ScratchBitmapOff => Some(CLUSTER_BYTES),
@@ -494,7 +494,7 @@ impl Images {
             Source::Huge | Source::Mapped => {
                 create_empty("cluster_size=64k,preallocation=metadata", path, size)
             }
-            // Of a sparse file the file system would allocate each block, in both rows, and log it for each sync.
+            // Of a sparse file the file system would allocate each block, for both sides, and log that at each sync.
             Source::WideBitmap | Source::WideBitmapOff => {
                 create_empty("cluster_size=64k,preallocation=full", path, size)
             }

@@ -19,7 +19,7 @@ const PIECE_BYTES: u64 = 1 << 30;
 /// The bytes that are copied at a time.
 const COPIED_BYTES: usize = 4 << 20;
 
-/// Fails if the file system of `directory` has fewer free bytes than that.
+/// Fails if the file system of `directory` has fewer than `bytes` bytes free.
 ///
 /// # Errors
 ///
@@ -41,7 +41,8 @@ pub(crate) fn require(directory: &Path, bytes: u64) -> io::Result<()> {
     ))
 }
 
-/// Replaces a file without holes by one with the same bytes, in as few extents as the disk has free.
+/// Replaces a file without holes by a copy with as few extents as the free space allows. Copied by reading and writing: the kernel's own
+/// copy may share the old extents.
 ///
 /// # Errors
 ///
@@ -106,12 +107,14 @@ mod tests {
     }
 
     #[test]
-    fn too_little_room_is_said_with_both_figures() {
+    fn too_little_room_is_an_error_that_says_what_is_left() -> io::Result<()> {
         let directory = std::env::temp_dir();
-        require(&directory, 1).unwrap();
-        let error = require(&directory, u64::MAX).unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::StorageFull);
-        assert!(error.to_string().contains("GiB left"), "{error}");
+        require(&directory, 1)?;
+        let failed = require(&directory, u64::MAX);
+        assert!(failed.is_err_and(|error| {
+            error.kind() == io::ErrorKind::StorageFull && error.to_string().contains("GiB left")
+        }));
+        Ok(())
     }
 
     #[test]

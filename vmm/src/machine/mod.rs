@@ -52,7 +52,7 @@ use x86_64 as arch;
 /// The most CPUs of a machine.
 pub const CPUS_MAX: u16 = arch::CPUS_MAX;
 
-/// What a machine starts.
+/// The software that a machine starts: a kernel, or firmware.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Payload {
     /// A Linux kernel.
@@ -69,8 +69,8 @@ pub enum Payload {
 }
 
 impl Payload {
-    /// The role of the file in which the first CPU begins, and its path.
-    fn first(&self) -> (&'static str, &Path) {
+    /// Returns the role of the file that the first CPU starts in, and its path.
+    fn boot_file(&self) -> (&'static str, &Path) {
         match self {
             Self::Kernel { kernel, .. } => ("kernel", kernel),
             Self::Firmware(path) => ("firmware", path),
@@ -113,7 +113,7 @@ impl Payload {
 /// A machine.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct MachineConfig {
-    /// What it starts.
+    /// The kernel or firmware to start.
     pub payload: Payload,
     /// The number of CPUs: 1 to [`CPUS_MAX`].
     pub cpus: u16,

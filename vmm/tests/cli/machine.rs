@@ -142,6 +142,14 @@ fn hear(mut stream: &UnixStream, letter: u8) {
     stream.set_read_timeout(Some(PATIENCE)).expect("a timeout");
 }
 
+/// Has the guest restart, and reads its greeting.
+fn restart(mut stream: &UnixStream) {
+    stream.write_all(b"r").expect("it reads");
+    let mut said = vec![0; GREETING.len()];
+    stream.read_exact(&mut said).expect("it starts again");
+    assert_eq!(said, GREETING.as_bytes());
+}
+
 #[test]
 fn pvh_kernel_runs_and_powers_off_on_any_number_of_cpus() {
     let Some(world) = machines("a kernel that begins by PVH") else {
@@ -182,10 +190,7 @@ fn firmware_begins_and_begins_again_at_a_restart() {
     let machine = Running::start_piped(command);
     let console = client(&world.path("console"));
     hear(&console, b'1');
-    (&console).write_all(b"r").expect("it reads");
-    let mut said = vec![0; GREETING.len()];
-    (&console).read_exact(&mut said).expect("it starts again");
-    assert_eq!(said, GREETING.as_bytes());
+    restart(&console);
     hear(&console, b'2');
     (&console).write_all(b"q").expect("it reads");
     machine.ended().success();
@@ -222,10 +227,7 @@ fn socket_console_serves_in_turn_and_never_blocks_the_guest() {
         "the guest stood still for {took:?}"
     );
     // A restart keeps the client.
-    (&third).write_all(b"r").expect("it reads");
-    let mut said = vec![0; GREETING.len()];
-    (&third).read_exact(&mut said).expect("it starts again");
-    assert_eq!(said, GREETING.as_bytes());
+    restart(&third);
     hear(&third, b'4');
     // One that never reads while much is printed does not hold the guest's end up.
     (&third).write_all(b"lq").expect("it reads");

@@ -117,7 +117,7 @@ fn serve(memory: &SharedMemory, call: &File, disk_bytes: u64, stop: &AtomicBool)
         let available = unsafe { field(part(AVAILABLE), 2) }.load(Ordering::Acquire);
         if available == seen {
             std::hint::spin_loop();
-            // Past its largest value after minutes, which a client may take on a machine that stands still.
+            // Reaches its end after some minutes without requests.
             idle = idle.wrapping_add(1);
             if idle.is_multiple_of(1024) {
                 // Perhaps the client wants this CPU.

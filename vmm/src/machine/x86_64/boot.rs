@@ -72,18 +72,18 @@ fn low_end(memory: &GuestMemoryMmap) -> u64 {
     memory.iter().next().map_or(0, |region| region.len().min(HOLE))
 }
 
-/// Returns the error that the file in which the first CPU is to begin is none to begin in.
+/// Returns the error for a kernel or firmware that cannot be started.
 fn unfit(payload: &Payload, why: &str) -> BootError {
-    let (path, why) = (payload.first().1.to_owned(), why.to_owned());
+    let (path, why) = (payload.boot_file().1.to_owned(), why.to_owned());
     match payload {
         Payload::Kernel { .. } => BootError::Kernel { path, why },
         Payload::Firmware(_) => BootError::Firmware { path, why },
     }
 }
 
-/// Returns true if the file in which the first CPU is to begin is an ELF file.
+/// Returns true if the kernel or firmware is an ELF file; leaves `file` at its start.
 fn is_elf(payload: &Payload, file: &mut File) -> Result<bool, BootError> {
-    let (what, path) = payload.first();
+    let (what, path) = payload.boot_file();
     let mut magic = [0; 4];
     file.read_exact(&mut magic)
         .and_then(|()| file.seek(SeekFrom::Start(0)))
@@ -107,7 +107,7 @@ pub(in crate::machine) fn check_command_line(line: &str) -> Result<(), BootError
 /// Fails if there is nothing to boot, as far as that can be checked without a machine.
 pub(in crate::machine) fn check(payload: &Payload) -> Result<(), BootError> {
     check_command_line(payload.command_line())?;
-    let (what, path) = payload.first();
+    let (what, path) = payload.boot_file();
     let mut file = open(what, path)?;
     if matches!(payload, Payload::Firmware(_)) && !is_elf(payload, &mut file)? {
         return Err(unfit(payload, "it is no ELF file"));
@@ -125,7 +125,7 @@ pub(in crate::machine) fn load(
     cpus: u16,
 ) -> Result<Entry, BootError> {
     check(payload)?;
-    let (what, path) = payload.first();
+    let (what, path) = payload.boot_file();
     let mut file = open(what, path)?;
     let is_elf = is_elf(payload, &mut file)?;
     let high = Some(GuestAddress(HIGH_MEMORY));
