@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use block::file::Alignment;
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, Request};
-use qcow::image::{CreateOptions, create};
-use qcow::{BitmapChange, BitmapStorage, OpenOptions, QcowDisk};
+use qcow::image::{CreateOptions, Preallocation, create};
+use qcow::{BitmapChange, BitmapStorage, OpenOptions, QcowDisk, TableMemory};
 use simulator::{Profile, SimImage, SimWorld};
 
 const DISK: &str = "disk";
@@ -110,6 +110,11 @@ impl Bench {
         self.queue.submit(request);
         let done = self.cx.block_on(answer).expect("nothing waits for ever");
         done.result.expect("a request without faults");
+    }
+
+    fn grow(&self, bytes: u64) {
+        let grown = self.cx.block_on(self.disk.grow(&self.cx, bytes));
+        grown.expect("nothing waits for ever").expect("a larger disk");
     }
 
     /// The operations that `work` asks of the disk, in order: what each does, and how many bytes of data.
@@ -301,12 +306,7 @@ fn growth_over_unallocated_space_makes_no_tables() {
     let bench = Bench::new();
     bench.ask(WRITE, 0, CLUSTER);
     bench.ask(Op::Flush, 0, 0);
-    let ops = bench.costs(|| {
-        let grown = bench
-            .cx
-            .block_on(bench.disk.grow(&bench.cx, (64 << 20) + CLUSTER));
-        grown.expect("nothing waits for ever").expect("a larger disk");
-    });
+    let ops = bench.costs(|| bench.grow((64 << 20) + CLUSTER));
     // The header's sector, with syncs around it.
     let written = ops.iter().filter(|(kind, _)| kind != "sync");
     for one in written {
@@ -427,6 +427,47 @@ fn dirty_tables_are_written_before_they_fill_the_cache() {
         }
     });
     assert!(ops.contains(&op("sync", 0)), "{ops:?}");
+}
+
+/// Two refcount blocks of 16 slices count a full file, and the third its end. The first slice is read alone, as one that is asked for at
+/// random is.
+#[test]
+fn scan_of_a_full_file_reads_refcount_blocks_whole() {
+    const CLUSTER: u64 = 64 << 10;
+    const SLICE_COVERS: u64 = 512 * CLUSTER;
+    let mut shape = CreateOptions::new(1 << 30);
+    shape.refcount_bits = 64;
+    shape.preallocation = Preallocation::Metadata;
+    // The slices that each read of a scan has, after so many others were changed.
+    let scan = |table_memory: TableMemory, dirty: u64| {
+        let options = OpenOptions {
+            table_memory,
+            sparse: true,
+            ..Bench::options()
+        };
+        let bench = Bench::made(shape.clone(), None, Alignment::NONE, None).open_again(&options);
+        bench.grow(2 << 30);
+        for place in 0..dirty {
+            bench.ask(Op::Discard, place * SLICE_COVERS, CLUSTER);
+        }
+        bench.ask(Op::Flush, 0, 0);
+        bench.ask(Op::Flush, 0, 0);
+        // They are used again first.
+        for place in 0..dirty {
+            bench.ask(WRITE, place * SLICE_COVERS, CLUSTER);
+        }
+        let ops = bench.costs(|| bench.ask(WRITE, 1 << 30, CLUSTER));
+        let reads = ops.iter().filter(|(kind, _)| kind == "read");
+        reads.map(|(_, bytes)| bytes / 4096).collect::<Vec<u64>>()
+    };
+    assert_eq!(scan(TableMemory::default(), 0), [1, 15, 16, 16]);
+    // Where hardly any may be dropped, those that come ahead must not drive out the one that was asked for: it would be asked for for ever.
+    let hardly = scan(TableMemory::new(0), 14);
+    assert_eq!(hardly, [1; 17]);
+    // With few, fewer at once, and none twice.
+    let few = scan(TableMemory::new(0), 0);
+    assert_eq!(few.iter().sum::<u64>(), 37, "{few:?}");
+    assert!(few.iter().all(|slices| *slices <= 5), "{few:?}");
 }
 
 #[test]

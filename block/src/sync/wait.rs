@@ -8,6 +8,7 @@
 //! may signal its worker.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::fmt;
 use std::future::poll_fn;
 use std::hash::Hash;
@@ -231,6 +232,17 @@ impl<K: Eq + Hash> SingleFlight<K> {
         }
         self.under_way.insert(key, WaitList::default());
         true
+    }
+
+    /// Returns true if the caller must do the work for `key`, as [`SingleFlight::begin`] does; nobody waits if another task does it.
+    pub fn begin_unless_begun(&mut self, key: K) -> bool {
+        match self.under_way.entry(key) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(place) => {
+                place.insert(WaitList::default());
+                true
+            }
+        }
     }
 
     /// Ends the work for `key`, done or not. Returns its waiters; the caller must drop the list without the lock.

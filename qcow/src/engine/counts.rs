@@ -36,7 +36,11 @@ pub(super) struct Counters {
 
 /// Counts one.
 pub(super) fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
+    count_many(counter, 1);
+}
+
+pub(super) fn count_many(counter: &AtomicU64, count: u64) {
+    counter.fetch_add(count, Ordering::Relaxed);
 }
 
 impl Shared {

@@ -1,6 +1,7 @@
 //! Loading of table slices: once for all callers, with no lock held during the read.
 
 use std::future::poll_fn;
+use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::Poll;
@@ -9,14 +10,16 @@ use block::buffer::Piece;
 #[cfg(feature = "canary")]
 use block::canary::{Rule, broken};
 use block::sync::WaitList;
-use block::{Buffer, IoError};
-use smallvec::smallvec;
+use block::{AlignedBuf, Buffer, IoError};
+use smallvec::{SmallVec, smallvec};
 
-use super::counts::count;
+use super::counts::count_many;
 use super::encryption::owned;
 use super::{Queue, Shared, corrupt, record};
 use crate::format::{GuestOffset, HostOffset};
+use crate::metadata::cluster_use::Exposed;
 use crate::metadata::refcounts::{NO_SPACE, Stuck};
+use crate::metadata::slices::slice_bytes_of;
 use crate::metadata::{Blocked, Extent, Lookup, Metadata};
 
 #[derive(Clone, Copy, Debug)]
@@ -25,35 +28,50 @@ enum Kind {
     Refcounts,
 }
 
-/// Ends a load when its task ends, however it ends, and wakes its waiters.
-struct LoadGuard {
+/// The slices that a task loads, which are neighbours in one table. Ends their loads when the task ends, however it ends, and wakes their
+/// waiters.
+struct Loads {
     shared: Arc<Shared>,
     kind: Kind,
-    slice: u64,
-    ended: bool,
+    slices: Range<u64>,
 }
 
-impl LoadGuard {
-    /// Ends the load under a lock that is held anyway. Returns its waiters; drop the list without the lock.
-    fn end(&mut self, metadata: &mut Metadata) -> WaitList {
-        self.ended = true;
-        match self.kind {
-            Kind::L2 => metadata.l2.end_load(self.slice),
-            Kind::Refcounts => metadata.refcounts.slices.end_load(self.slice),
+impl Loads {
+    /// Ends the loads of some of the slices, under a lock that is held anyway. Returns their waiters; drop the lists without the lock.
+    fn end(&mut self, metadata: &mut Metadata, slices: Range<u64>) -> SmallVec<[WaitList; 1]> {
+        self.slices.end = slices.start;
+        let loads = slices.map(|slice| match self.kind {
+            Kind::L2 => metadata.l2.end_load(slice),
+            Kind::Refcounts => metadata.refcounts.slices.end_load(slice),
+        });
+        loads.collect()
+    }
+
+    /// Ends the loads of all slices but the first one, which is the one that was asked for. Returns true if there were any.
+    fn leave_first(&mut self) -> Result<bool, IoError> {
+        let others = self.slices.start + 1..self.slices.end;
+        if others.is_empty() {
+            return Ok(false);
         }
+        let shared = Arc::clone(&self.shared);
+        let mut metadata = shared.write()?;
+        let waiters = self.end(&mut metadata, others);
+        drop(metadata);
+        drop(waiters);
+        Ok(true)
     }
 }
 
-impl Drop for LoadGuard {
+impl Drop for Loads {
     fn drop(&mut self) {
-        if self.ended {
+        if self.slices.is_empty() {
             return;
         }
         let shared = Arc::clone(&self.shared);
         let Ok(mut metadata) = shared.write() else {
             return;
         };
-        let waiters = self.end(&mut metadata);
+        let waiters = self.end(&mut metadata, self.slices.clone());
         drop(metadata);
         drop(waiters);
     }
@@ -61,7 +79,7 @@ impl Drop for LoadGuard {
 
 /// Loads an L2 slice into the cache.
 pub(super) async fn load_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
-    load(queue, Kind::L2, slice).await
+    load(queue, Kind::L2, slice).await.map(drop)
 }
 
 /// Returns the extent at `offset`, and how many of `len` bytes it covers; loads its table first if it must.
@@ -93,8 +111,9 @@ fn check_l2(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
     Err(corrupt::exposed(queue, offset, &exposed))
 }
 
-/// Loads a refcount slice into the cache.
-pub(super) async fn load_refcounts(queue: &Rc<Queue>, slice: u64) -> Result<(), IoError> {
+/// Loads a refcount slice into the cache. Returns the number of bytes that were read: none if another task has loaded it, and more than the
+/// slice if a scan for free clusters goes on.
+pub(super) async fn load_refcounts(queue: &Rc<Queue>, slice: u64) -> Result<u64, IoError> {
     load(queue, Kind::Refcounts, slice).await
 }
 
@@ -122,15 +141,16 @@ fn give_up(queue: &Rc<Queue>, error: IoError) -> Result<(), IoError> {
 /// Removes the obstacle of a stuck allocation.
 pub(super) async fn unstick(queue: &Rc<Queue>, stuck: Stuck) -> Result<(), IoError> {
     match stuck {
-        Stuck::Load(slice) => load_refcounts(queue, slice).await,
+        Stuck::Load(slice) => load_refcounts(queue, slice).await.map(drop),
         Stuck::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),
         Stuck::Failed(error) => give_up(queue, error),
     }
 }
 
-async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> {
+/// Loads a slice into the cache. Returns the number of bytes that were read.
+async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<u64, IoError> {
     let shared = &queue.shared;
-    // `None`: it is cached. `Some(offset)`: this task loads it.
+    // `None`: it is cached. Otherwise this task loads it.
     let place = poll_fn(|cx| {
         let mut metadata = match shared.write() {
             Ok(metadata) => metadata,
@@ -163,61 +183,89 @@ async fn load(queue: &Rc<Queue>, kind: Kind, slice: u64) -> Result<(), IoError> 
             Kind::L2 => metadata.l2.begin_load(slice, cx.waker()),
             Kind::Refcounts => metadata.refcounts.slices.begin_load(slice, cx.waker()),
         };
-        if mine {
-            Poll::Ready(Ok(Some(offset)))
-        } else {
-            Poll::Pending
+        if !mine {
+            return Poll::Pending;
         }
+        let end = match kind {
+            Kind::L2 => slice + 1,
+            Kind::Refcounts => metadata.refcounts.begin_loads_ahead(slice),
+        };
+        let loads = Loads {
+            shared: Arc::clone(shared),
+            kind,
+            slices: slice..end,
+        };
+        Poll::Ready(Ok(Some((offset, loads))))
     })
     .await
     .map_err(|error| failed(queue, error))?;
-    let Some(offset) = place else { return Ok(()) };
-    let mut guard = LoadGuard {
-        shared: Arc::clone(shared),
-        kind,
-        slice,
-        ended: false,
+    let Some((offset, mut loads)) = place else {
+        return Ok(0);
     };
-    let len = shared.geometry.cluster_size().min(4096) as usize;
-    let bytes = {
-        #[cfg(feature = "canary")]
-        let _held = broken(Rule::LockAcrossAwait).then(|| queue.metadata());
-        // Memory of the pool: what comes and goes with each slice would leave gaps in the heap.
-        let buffer = Rc::new(Buffer::from(queue.cx.pool().take(len)));
-        let pieces = smallvec![Piece::whole(&buffer)];
-        queue.file.start_read(offset.bytes(), pieces).await?;
-        count(match kind {
-            Kind::L2 => &shared.counters.l2_slices_read,
-            Kind::Refcounts => &shared.counters.refcount_slices_read,
-        });
-        owned(buffer)?
+    let bytes = loop {
+        match read(queue, offset, &loads).await {
+            Ok(bytes) => break bytes,
+            // It may be one of the others that cannot be read.
+            Err(error) if !loads.leave_first()? => return Err(error),
+            Err(_) => {}
+        }
     };
     shared.table_memory.make_room(shared);
     let (exposed, waiters) = {
         let mut metadata = shared.write()?;
-        let exposed = match kind {
-            // The table may have been replaced meanwhile; then these bytes belong to another structure.
-            Kind::L2 if metadata.slice_offset(slice) == Ok(Some(offset)) => {
-                let copy = metadata.l2.copy_of(&bytes);
-                metadata.adopt_slice(slice, copy)
-            }
-            Kind::Refcounts if metadata.refcounts.slice_offset(slice) == Ok(Some(offset)) => {
-                let slices = &mut metadata.refcounts.slices;
-                let copy = slices.copy_of(&bytes);
-                slices.insert(slice, copy, false);
-                Vec::new()
-            }
-            _ => Vec::new(),
-        };
-        (exposed, guard.end(&mut metadata))
+        let exposed = adopt(&mut metadata, &loads, offset, &bytes);
+        (exposed, loads.end(&mut metadata, loads.slices.clone()))
     };
     drop(waiters);
+    let read = bytes.len() as u64;
     queue.cx.pool().put(bytes);
     if !exposed.is_empty() {
         // The caller may need another entry of the slice, which is still valid.
         corrupt::exposed(queue, offset, &exposed);
     }
-    Ok(())
+    Ok(read)
+}
+
+/// Reads slices, the first of which is at `offset`, with one operation.
+async fn read(queue: &Rc<Queue>, offset: HostOffset, loads: &Loads) -> Result<AlignedBuf, IoError> {
+    let shared = &queue.shared;
+    #[cfg(feature = "canary")]
+    let _held = broken(Rule::LockAcrossAwait).then(|| queue.metadata());
+    let slices = loads.slices.end - loads.slices.start;
+    let len = slices as usize * slice_bytes_of(&shared.geometry);
+    // Memory of the pool: what comes and goes with each slice would leave gaps in the heap.
+    let buffer = Rc::new(Buffer::from(queue.cx.pool().take(len)));
+    let pieces = smallvec![Piece::whole(&buffer)];
+    queue.file.start_read(offset.bytes(), pieces).await?;
+    let counter = match loads.kind {
+        Kind::L2 => &shared.counters.l2_slices_read,
+        Kind::Refcounts => &shared.counters.refcount_slices_read,
+    };
+    count_many(counter, slices);
+    owned(buffer)
+}
+
+/// Puts slices into the cache, the one that was asked for last: where nearly all are dirty, each that comes may take the place of the one
+/// before. Returns the entries that expose the image's own structures.
+fn adopt(metadata: &mut Metadata, loads: &Loads, offset: HostOffset, bytes: &[u8]) -> Vec<Exposed> {
+    let asked_for = loads.slices.start;
+    match loads.kind {
+        // The table may have been replaced meanwhile; then these bytes belong to another structure.
+        Kind::L2 if metadata.slice_offset(asked_for) == Ok(Some(offset)) => {
+            let copy = metadata.l2.copy_of(bytes);
+            metadata.adopt_slice(asked_for, copy)
+        }
+        Kind::Refcounts if metadata.refcounts.slice_offset(asked_for) == Ok(Some(offset)) => {
+            let slices = &mut metadata.refcounts.slices;
+            let parts = bytes.chunks_exact(slices.slice_bytes());
+            for (slice, bytes) in loads.slices.clone().rev().zip(parts.rev()) {
+                let copy = slices.copy_of(bytes);
+                slices.insert(slice, copy, false);
+            }
+            Vec::new()
+        }
+        _ => Vec::new(),
+    }
 }
 
 /// The turn to copy the L2 table of an L1 entry. Ends when it is dropped.
@@ -286,7 +334,7 @@ async fn copy_table(queue: &Rc<Queue>, l1_index: usize) -> Result<(), IoError> {
             let adopted = shared.write()?.adopt_table(l1_index, from, &table);
             match adopted {
                 Ok(_) => break,
-                Err(Blocked::LoadRefcounts(slice)) => load_refcounts(queue, slice).await?,
+                Err(Blocked::LoadRefcounts(slice)) => drop(load_refcounts(queue, slice).await?),
                 Err(Blocked::InUse(cluster)) => return Err(corrupt::in_use(queue, cluster)),
                 Err(Blocked::Failed(error)) => give_up(queue, error)?,
                 Err(_) => return Err(IoError::Corrupt),
@@ -302,7 +350,7 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
     match blocked {
         Blocked::LoadL2(slice) => load_l2(queue, slice).await,
         Blocked::CheckL2(slice) => check_l2(queue, slice),
-        Blocked::LoadRefcounts(slice) => load_refcounts(queue, slice).await,
+        Blocked::LoadRefcounts(slice) => load_refcounts(queue, slice).await.map(drop),
         Blocked::CopyTable(l1_index) => Box::pin(copy_table(queue, l1_index)).await,
         Blocked::InFlight(offset) => {
             poll_fn(|cx| match queue.shared.write() {

@@ -166,18 +166,20 @@ impl<'a> Switch<'a> {
                 }
                 Err(stuck) => stuck,
             };
-            if let Stuck::Load(slice) = stuck {
-                self.searched_bytes += refcounts.slices.slice_bytes() as u64;
-                if self.searched_bytes > SEARCH_BYTES_MAX {
-                    if !refcounts.search_at_end() {
-                        return Err(self.too_many(slice));
-                    }
-                    self.searched_bytes = 0;
-                    continue;
+            let Stuck::Load(slice) = stuck else {
+                drop(metadata);
+                load::unstick(self.queue, stuck).await?;
+                continue;
+            };
+            if self.searched_bytes >= SEARCH_BYTES_MAX {
+                if !refcounts.search_at_end() {
+                    return Err(self.too_many(slice));
                 }
+                self.searched_bytes = 0;
+                continue;
             }
             drop(metadata);
-            load::unstick(self.queue, stuck).await?;
+            self.searched_bytes += load::load_refcounts(self.queue, slice).await?;
         }
     }
 

@@ -51,7 +51,7 @@ pub(crate) use mapping::{Extent, Lookup};
 pub(crate) use next::{COUNTS_BYTES_MAX, Counted, Relocation};
 use refcounts::{Refcounts, Stuck, TablePlace};
 pub(crate) use released::Released;
-use slices::SliceCache;
+use slices::{SliceCache, slice_bytes_of};
 use table_budget::TableBudget;
 
 /// The reason that a change cannot be planned under the lock.
@@ -135,7 +135,7 @@ impl Metadata {
         l2_cache_bytes: u64,
         covered_bytes: u64,
     ) -> Self {
-        let slice_bytes = geometry.cluster_size().min(4096) as usize;
+        let slice_bytes = slice_bytes_of(&geometry);
         let clusters = geometry.clusters_for(l1.len() as u64 * L1_ENTRY_SIZE);
         Self {
             geometry,

@@ -23,7 +23,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::cluster_use::{InUse, UseMap};
 use super::free_runs::FreeRuns;
-use super::slices::SliceCache;
+use super::slices::{SliceCache, slice_bytes_of};
 use crate::format::{ClusterUse, Geometry, HostCluster, HostOffset, RefcountTableEntry};
 use crate::invariant::invariant;
 
@@ -135,7 +135,7 @@ impl Refcounts {
         limit: HostCluster,
         cache_bytes: u64,
     ) -> Self {
-        let slice_bytes = geometry.cluster_size().min(4096) as usize;
+        let slice_bytes = slice_bytes_of(&geometry);
         let slice_bits = (slice_bytes as u64 * 8 / u64::from(geometry.refcount_bits())).trailing_zeros();
         let least_bytes = 4 * run::count_bytes_max(&geometry);
         let mut slices = SliceCache::new(slice_bytes, cache_bytes.max(least_bytes));
@@ -218,6 +218,12 @@ impl Refcounts {
         let per_block = self.geometry.cluster_size() / self.slices.slice_bytes() as u64;
         let first = index as u64 * per_block;
         first..first + per_block
+    }
+
+    /// As [`SliceCache::begin_loads_ahead`], in the block of `slice`.
+    pub(crate) fn begin_loads_ahead(&mut self, slice: u64) -> u64 {
+        let end = self.block_slices(self.block_of(slice)).end;
+        self.slices.begin_loads_ahead(slice, end)
     }
 
     /// Returns true if the block that a slice belongs to is not reachable on disk yet.

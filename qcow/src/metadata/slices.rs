@@ -14,10 +14,19 @@ use block::sync::{SingleFlight, WaitList};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::table_budget::TableBudget;
+use crate::format::Geometry;
 use crate::invariant::invariant;
 
 /// The least number of slices that a cache can have, whatever its budgets.
 const SLICES_MIN: usize = 16;
+
+/// Of the slices that the cache has room for and that may be dropped, one of so many may come before it is asked for.
+const AHEAD_FRACTION: usize = 4;
+
+/// Returns the bytes of a slice of an image's tables.
+pub(crate) fn slice_bytes_of(geometry: &Geometry) -> usize {
+    geometry.cluster_size().min(4096) as usize
+}
 
 /// One cached slice.
 #[derive(Debug)]
@@ -57,6 +66,8 @@ pub(crate) struct SliceCache {
     crowded: bool,
     dirty: FxHashSet<u64>,
     loading: SingleFlight<u64>,
+    /// The slice after those that were loaded last, which a scan asks for next.
+    next: Option<u64>,
     before: Option<Before>,
 }
 
@@ -78,6 +89,7 @@ impl SliceCache {
             crowded: false,
             dirty: FxHashSet::default(),
             loading: SingleFlight::default(),
+            next: None,
             before: None,
         }
     }
@@ -415,6 +427,27 @@ impl SliceCache {
         self.loading.begin(key, waker)
     }
 
+    /// Begins the loads of the slices after `key`, which the caller is about to load, and before `end`, if `key` follows what was loaded
+    /// last: a scan that waited for one slice after the other would take long. Returns the slice after them. There are none of those that
+    /// are cached or being loaded, and no more than may be dropped for.
+    pub(crate) fn begin_loads_ahead(&mut self, key: u64, end: u64) -> u64 {
+        let mut next = key + 1;
+        if self.next == Some(key) {
+            let room = if self.together.is_full() {
+                self.least
+            } else {
+                self.budget
+            };
+            let most = room.saturating_sub(self.dirty.len()) / AHEAD_FRACTION;
+            let end = end.min(next.saturating_add(most as u64));
+            while next < end && !self.contains(next) && self.loading.begin_unless_begun(next) {
+                next += 1;
+            }
+        }
+        self.next = Some(next);
+        next
+    }
+
     /// Ends a load, successful or not. Returns the waiters to wake; drop the list without the lock.
     pub(crate) fn end_load(&mut self, key: u64) -> WaitList {
         self.loading.end(&key)
@@ -645,6 +678,28 @@ mod tests {
         assert!(!cache.begin_load(1, Waker::noop()));
         assert_eq!(cache.end_load(1).len(), 1);
         assert!(cache.begin_load(1, Waker::noop()));
+    }
+
+    #[test]
+    fn loads_go_ahead_of_a_scan_only_and_as_far_as_slices_may_be_dropped() {
+        let mut cache = SliceCache::new(512, 64 * 512);
+        assert_eq!(cache.begin_loads_ahead(8, 100), 9, "the first");
+        assert_eq!(cache.begin_loads_ahead(30, 100), 31, "elsewhere");
+        assert_eq!(cache.begin_loads_ahead(31, 36), 36, "to the end of the block");
+        assert!(!cache.begin_load(35, Waker::noop()), "begun");
+        assert_eq!(cache.begin_loads_ahead(36, 100), 53, "a quarter of the cache");
+        assert!(cache.begin_load(56, Waker::noop()));
+        assert_eq!(
+            cache.begin_loads_ahead(53, 100),
+            56,
+            "somebody loads the next one"
+        );
+        cache.insert(58, slice(1), false);
+        assert_eq!(cache.begin_loads_ahead(56, 100), 58, "the next one is cached");
+        for key in 100..160 {
+            cache.insert(key, slice(1), true);
+        }
+        assert_eq!(cache.begin_loads_ahead(58, 100), 60, "four may be dropped");
     }
 }
 
