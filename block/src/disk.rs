@@ -107,6 +107,9 @@ pub trait DiskQueue: fmt::Debug {
     /// Takes a request. It is answered exactly once, perhaps before this returns.
     fn submit(&self, request: Request);
 
+    /// Ends requests that have not begun, because they wait for a rate limit, with [`IoError::Cancelled`].
+    fn cancel_waiting(&self) {}
+
     /// Returns the queue of the image below, if bytes that this image does not have are those at the same offset there: the
     /// image that a [`StatusRange`] of depth 1 means. A long chain has no index ([`crate::chain`]) past an image without it.
     fn below(&self) -> Option<Rc<dyn DiskQueue>> {

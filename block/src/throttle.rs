@@ -248,6 +248,13 @@ impl DiskQueue for ThrottledQueue {
         }
     }
 
+    fn cancel_waiting(&self) {
+        let waiting = std::mem::take(&mut *self.0.waiting.borrow_mut());
+        for request in waiting {
+            request.finish(Err(IoError::Cancelled));
+        }
+    }
+
     fn status(&self, offset: u64, len: u64) -> LocalBoxFuture<'_, Result<Vec<StatusRange>, IoError>> {
         self.0.queue.status(offset, len)
     }

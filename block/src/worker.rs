@@ -169,6 +169,14 @@ impl Worker {
         }
     }
 
+    /// Suspends a frontend that is to be removed; see [`Frontend::suspend`].
+    pub fn suspend(&mut self, id: FrontendId) {
+        self.wake(id.token());
+        if let Some(entry) = self.awake.iter_mut().find(|entry| entry.id == id) {
+            entry.frontend.suspend();
+        }
+    }
+
     /// Wakes the frontend with this token. Returns true if it slept by itself.
     fn wake(&mut self, token: EventToken) -> bool {
         let Some(mut entry) = self.asleep.remove(&token) else {

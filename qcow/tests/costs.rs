@@ -429,15 +429,22 @@ fn dirty_tables_are_written_before_they_fill_the_cache() {
     assert!(ops.contains(&op("sync", 0)), "{ops:?}");
 }
 
+/// An image of 1 GiB whose clusters are all allocated. A slice of its refcount blocks counts 512.
+fn full() -> CreateOptions {
+    CreateOptions {
+        refcount_bits: 64,
+        preallocation: Preallocation::Metadata,
+        ..CreateOptions::new(1 << 30)
+    }
+}
+
 /// Two refcount blocks of 16 slices count a full file, and the third its end. The first slice is read alone, as one that is asked for at
 /// random is.
 #[test]
 fn scan_of_a_full_file_reads_refcount_blocks_whole() {
     const CLUSTER: u64 = 64 << 10;
     const SLICE_COVERS: u64 = 512 * CLUSTER;
-    let mut shape = CreateOptions::new(1 << 30);
-    shape.refcount_bits = 64;
-    shape.preallocation = Preallocation::Metadata;
+    let shape = full();
     // The slices that each read of a scan has, after so many others were changed.
     let scan = |table_memory: TableMemory, dirty: u64| {
         let options = OpenOptions {
@@ -468,6 +475,45 @@ fn scan_of_a_full_file_reads_refcount_blocks_whole() {
     let few = scan(TableMemory::new(0), 0);
     assert_eq!(few.iter().sum::<u64>(), 37, "{few:?}");
     assert!(few.iter().all(|slices| *slices <= 5), "{few:?}");
+}
+
+/// Where a read of several slices fails, the one that is needed is read alone.
+#[test]
+fn slice_that_cannot_be_read_ahead_of_a_scan_fails_no_write() {
+    let profile = Profile {
+        read_error: 150,
+        ..Profile::default()
+    };
+    let mut failures = 0;
+    for seed in 0..400 {
+        let world = SimWorld::new(seed, profile);
+        let cx = world.context(64);
+        let view = world.file(DISK, true).view(&cx).expect("a view");
+        let ends = "nothing waits for ever";
+        let created = cx.block_on(create(&view, &full())).expect(ends);
+        let opened = cx.block_on(QcowDisk::open_on(&cx, &world, Path::new(DISK), &Bench::options()));
+        let (Ok(_), Ok(disk)) = (created, opened.expect(ends)) else {
+            continue;
+        };
+        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+        if cx.block_on(disk.grow(&cx, 2 << 30)).expect(ends).is_err() {
+            continue;
+        }
+        world.record();
+        let (request, answer) = Request::local(WRITE, 1 << 30, 512, AlignedBuf::from_slice(&[7; 512]).into());
+        queue.submit(request);
+        let result = cx.block_on(answer).expect(ends).result;
+        let trace = world.trace();
+        let failed = trace.iter().filter(|event| {
+            event.to_string().contains("read") && event.to_string().contains("fails with errno 5")
+        });
+        let lens: Vec<u64> = failed.map(|event| event.len).collect();
+        if !lens.is_empty() && lens.iter().all(|&len| len > 4096) {
+            failures += 1;
+            assert_eq!(result, Ok(()), "seed {seed}");
+        }
+    }
+    assert!(failures > 10, "{failures} reads ahead failed");
 }
 
 #[test]

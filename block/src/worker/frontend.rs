@@ -27,6 +27,10 @@ pub trait Frontend {
         false
     }
 
+    /// Has the frontend take no more requests, and leave those that have not begun to whoever serves the source next, if it keeps records
+    /// of them. It is removed next.
+    fn suspend(&mut self) {}
+
     /// Returns the number of requests taken and not yet published.
     fn in_flight(&self) -> usize;
 

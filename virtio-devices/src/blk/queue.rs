@@ -54,6 +54,7 @@ pub trait Notify {
 pub struct QueueReport {
     next_available: AtomicU16,
     next_used: AtomicU16,
+    left: AtomicU16,
     broken: AtomicBool,
 }
 
@@ -68,6 +69,15 @@ impl QueueReport {
     #[must_use]
     pub fn next_used(&self) -> u16 {
         self.next_used.load(Ordering::Acquire)
+    }
+
+    /// The number of chains that were taken, and are left in the inflight records: see [`RunningQueue::suspend`]. Valid once the queue
+    /// was removed.
+    ///
+    /// [`RunningQueue::suspend`]: super::RunningQueue::suspend
+    #[must_use]
+    pub fn left(&self) -> u16 {
+        self.left.load(Ordering::Acquire)
     }
 
     /// Returns true if the guest broke the queue.
@@ -130,8 +140,12 @@ pub struct BlockQueue {
     /// Memory was lost: no request is known to have succeeded.
     lost: bool,
     broken: bool,
+    /// What fails is left to the next server.
+    suspended: bool,
     slots: Box<[Slot]>,
     in_flight: usize,
+    /// The number of chains so left.
+    left: usize,
     /// Records chains in flight for the next server, if this one is killed.
     inflight: Option<InflightQueue>,
     /// Chains that a killed server had taken and not returned, the oldest last.
@@ -264,7 +278,9 @@ impl BlockQueue {
             report: config.report,
             lost: false,
             broken: false,
+            suspended: false,
             in_flight: 0,
+            left: 0,
             inflight,
             again,
             sink: CompletionSink::new(),
@@ -544,16 +560,21 @@ impl BlockQueue {
             }
             if u16::from_le_bytes([status.0, measured.into()]) == 0 {
                 self.meter.succeed(kind, bytes);
-            } else {
-                self.settle(head, kind, bytes, status, measured);
+            } else if !self.settle(head, kind, bytes, status, measured) {
+                return;
             }
             self.answer(head, place, status, len);
         }
     }
 
-    /// Counts a request that has failed, or whose latency is measured.
+    /// Counts a request that has failed, or whose latency is measured. Returns false if it is not to be answered.
     #[cold]
-    fn settle(&mut self, head: u16, kind: RequestKind, bytes: u64, status: Status, measured: bool) {
+    fn settle(&mut self, head: u16, kind: RequestKind, bytes: u64, status: Status, measured: bool) -> bool {
+        if self.suspended && !self.broken && status != Status::OK {
+            self.left += 1;
+            self.meter.not_taken();
+            return false;
+        }
         if measured {
             self.meter.measured(head, kind);
         }
@@ -561,13 +582,14 @@ impl BlockQueue {
             Status::OK => self.meter.succeed(kind, bytes),
             _ => self.meter.fail(kind),
         }
+        true
     }
 }
 
 impl Frontend for BlockQueue {
     #[inline]
     fn poll(&mut self) -> bool {
-        if self.broken {
+        if self.broken || self.suspended {
             return false;
         }
         self.take_some().unwrap_or_else(|error| {
@@ -609,7 +631,7 @@ impl Frontend for BlockQueue {
     }
 
     fn prepare_sleep(&mut self) -> bool {
-        if self.broken {
+        if self.broken || self.suspended {
             return false;
         }
         if self.in_flight == 0 {
@@ -628,6 +650,15 @@ impl Frontend for BlockQueue {
         self.ring.disable_notifications();
     }
 
+    fn suspend(&mut self) {
+        if self.inflight.is_some() && !self.broken {
+            self.suspended = true;
+            self.left += self.again.len();
+            self.again.clear();
+            self.disk.cancel_waiting();
+        }
+    }
+
     fn in_flight(&self) -> usize {
         self.in_flight + self.again.len() + usize::from(self.ring.unpublished())
     }
@@ -636,6 +667,8 @@ impl Frontend for BlockQueue {
         self.report
             .next_available
             .store(self.ring.next_available(), Ordering::Release);
+        // There are no more chains in flight than entries.
+        self.report.left.store(self.left as u16, Ordering::Release);
         self.report
             .next_used
             .store(self.ring.used_index(), Ordering::Release);

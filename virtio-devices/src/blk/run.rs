@@ -54,6 +54,18 @@ impl RunningQueue {
         Ok(Self { device, id, report })
     }
 
+    /// Ends the queue as [`RunningQueue::stop`] does, but leaves requests that wait for a rate limit, and those that fail from now on,
+    /// unanswered in its inflight records, for whoever goes on with the queue. Without such records it answers all.
+    ///
+    /// # Errors
+    ///
+    /// As for [`RunningQueue::stop`].
+    pub fn suspend(self, worker: &WorkerHandle) -> Result<Arc<QueueReport>, WorkerGone> {
+        let id = self.id;
+        worker.run(move |worker| worker.suspend(id))?;
+        self.stop(worker)
+    }
+
     /// Drains the queue, and returns the position at which it would continue. When this returns, the queue no longer
     /// touches guest memory.
     ///

@@ -235,10 +235,18 @@ impl Backend {
     }
 
     fn stop(&mut self, index: usize) -> Result<&mut Vring> {
+        self.end(index, Vring::stop)
+    }
+
+    fn end(
+        &mut self,
+        index: usize,
+        end: impl FnOnce(&mut Vring, &WorkerHandle) -> std::result::Result<(), WorkerGone>,
+    ) -> Result<&mut Vring> {
         let (Some(vring), Some(worker)) = (self.vrings.get_mut(index), self.workers.get(index)) else {
             return Err(refuse(format!("there is no queue {index}")));
         };
-        if let Err(error) = vring.stop(worker) {
+        if let Err(error) = end(vring, worker) {
             self.worker_gone = true;
             return Err(refuse(error));
         }
@@ -457,9 +465,15 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        let carries = VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT;
+        let end = if self.protocol.contains(carries) && self.inflight.is_some() {
+            Vring::suspend
+        } else {
+            Vring::stop
+        };
         // The answer has no room for a refusal.
         let vring = self
-            .stop(index as usize)
+            .end(index as usize, end)
             .map_err(|_| MessageError::InvalidParam)?;
         vring.forget_kick();
         let state = VhostUserVringState::new(index, vring.base().into());
@@ -489,7 +503,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
             | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
             | VhostUserProtocolFeatures::DEVICE_STATE
             | VhostUserProtocolFeatures::RESET_DEVICE;
-        offered.set(VhostUserProtocolFeatures::INFLIGHT_SHMFD, self.restartable);
+        let inflight =
+            VhostUserProtocolFeatures::INFLIGHT_SHMFD | VhostUserProtocolFeatures::GET_VRING_BASE_INFLIGHT;
+        offered.set(inflight, self.restartable);
         offered.set(VhostUserProtocolFeatures::LOG_SHMFD, self.image.is_some());
         Ok(offered)
     }

@@ -6,14 +6,18 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::Duration;
 
-use block::Op;
+use block::throttle::{Limiter, Rate, RateLimits, ThrottledDisk};
+use block::{Disk, IoError, Op};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::tests::{Client, SECOND, World, wait};
+use crate::conformance::holds_within;
 use crate::testing::{DATA, MemDisk, REGION_BYTES};
 use crate::virtqueue::InflightRegion;
 use ringdisk_driver::blk::{FLUSH, IN, IOERR, OK, OUT};
@@ -99,6 +103,117 @@ fn restarted_queue_continues_from_its_base() {
         client.start(0, base as u16);
     }
     assert_eq!(disk.log().len(), 150);
+}
+
+/// A disk on which two requests are carried out, and the next ones wait for an hour.
+fn limited(disk: &MemDisk) -> Arc<ThrottledDisk> {
+    let ops = Rate {
+        size: 2,
+        refill: Duration::from_secs(3600),
+        one_time_burst: 0,
+    };
+    let limits = RateLimits {
+        ops: Some(ops),
+        bandwidth: None,
+    };
+    ThrottledDisk::new(disk.disk(), Limiter::new(&limits))
+}
+
+/// Submits ten writes together, and waits until two of them have reached the disk: then all have been taken.
+fn submit_ten(client: &mut Client, disk: &MemDisk) {
+    for sector in 0..10 {
+        client.drivers[0].request(OUT, sector, &[(DATA, 512, false)]);
+    }
+    client.kick(0);
+    wait("the first ones", || disk.log().len() == 2);
+}
+
+fn written_sectors(disk: &MemDisk) -> Vec<u64> {
+    disk.log()
+        .into_iter()
+        .map(|(_, offset, _)| offset / 512)
+        .collect()
+}
+
+/// Requests that wait for a rate limit are neither hurried through it nor answered: the next server has them.
+#[test]
+fn base_is_told_at_once_and_requests_that_have_not_begun_are_carried_along() {
+    let disks = [MemDisk::new(), MemDisk::new()];
+    let world = World::restartable(limited(&disks[0]), 2);
+    let mut client = world.client(2);
+    let (shape, file) = inflight(&mut client);
+    submit_ten(&mut client, &disks[0]);
+    assert_eq!(client.frontend.get_vring_base(0).expect("GET_VRING_BASE"), 10);
+    assert_eq!(written_sectors(&disks[0]), [0, 1]);
+    client.answer(0);
+    client.answer(0);
+    assert_eq!(client.drivers[0].take_used(), None, "an answer too many");
+    let next = World::restartable(disks[1].disk(), 2);
+    assert!(client.reconnect(&next.path, Some((&shape, &file))));
+    for _ in 2..10 {
+        client.answer(0);
+    }
+    assert_eq!(client.drivers[0].take_used(), None, "an answer too many");
+    assert_eq!(written_sectors(&disks[1]), (2..10).collect::<Vec<u64>>());
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}
+
+/// A client that goes on with the same server does not give its inflight memory again.
+#[test]
+fn suspended_queue_goes_on_where_it_was_with_its_own_server() {
+    let disk = MemDisk::new();
+    let throttled = limited(&disk);
+    let world = World::restartable(Arc::clone(&throttled) as Arc<dyn Disk>, 2);
+    let mut client = world.client(2);
+    inflight(&mut client);
+    submit_ten(&mut client, &disk);
+    for _ in 0..2 {
+        assert_eq!(client.frontend.get_vring_base(0).expect("GET_VRING_BASE"), 10);
+        client.start(0, 10);
+    }
+    throttled.set_limits(&RateLimits::default());
+    for _ in 0..10 {
+        client.answer(0);
+    }
+    assert_eq!(written_sectors(&disk), (0..10).collect::<Vec<u64>>());
+    assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
+}
+
+/// What the disk has begun is waited for. If it fails the next server tries again.
+#[test]
+fn request_that_fails_while_its_queue_is_suspended_is_carried_along() {
+    let disks = [MemDisk::new(), MemDisk::new()];
+    let world = World::restartable(disks[0].disk(), 2);
+    let mut client = world.client(2);
+    let (shape, file) = inflight(&mut client);
+    disks[0].hold();
+    client.submit(0, OUT, 3, &[(DATA, 512, false)]);
+    wait("the request", || disks[0].held() == 1);
+    let frontend = client.frontend.clone();
+    let base = std::thread::spawn(move || frontend.get_vring_base(0));
+    assert!(!holds_within(Duration::from_millis(50), || base.is_finished()));
+    disks[0].fail(Some(IoError::Host { errno: libc::ENOSPC }));
+    disks[0].release();
+    assert_eq!(base.join().expect("no panic").expect("GET_VRING_BASE"), 1);
+    assert_eq!(client.drivers[0].take_used(), None);
+    let next = World::restartable(disks[1].disk(), 2);
+    assert!(client.reconnect(&next.path, Some((&shape, &file))));
+    let (head, _) = client.answer(0);
+    assert_eq!(client.drivers[0].status(head as u16), OK);
+    assert_eq!(written_sectors(&disks[1]), [3]);
+}
+
+/// Without the feature a request is answered before the base, whatever becomes of it.
+#[test]
+fn base_without_inflight_memory_is_told_after_all_answers() {
+    let disk = MemDisk::new();
+    let world = World::restartable(limited(&disk), 2);
+    let mut client = world.client(2);
+    submit_ten(&mut client, &disk);
+    assert_eq!(client.frontend.get_vring_base(0).expect("GET_VRING_BASE"), 10);
+    for _ in 0..10 {
+        assert!(client.drivers[0].take_used().is_some());
+    }
 }
 
 /// False contents cost the client its own queue at most: they are refused, or the queue runs on them.

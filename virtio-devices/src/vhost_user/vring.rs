@@ -9,6 +9,10 @@
 //!           ◀────────────────────────────────────────────────────
 //!     GET_VRING_BASE, disabled, any change: drained, next index kept
 //! ```
+//!
+//! A client that has agreed to `GET_VRING_BASE_INFLIGHT` gets its base without a full drain: requests that wait for a rate limit stay in
+//! the inflight records, and so do those that fail meanwhile, as for want of space. What the kernel has begun is waited for: a write
+//! that it still had could overwrite what the guest writes through the next server.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -20,7 +24,7 @@ use super::event::ClientEvent;
 use super::log_memory::LogMemory;
 use super::memory::ClientMemory;
 use super::sigbus::LossWatch;
-use crate::blk::{BlockDevice, BlockQueueConfig, Notify, RunQueueError, RunningQueue};
+use crate::blk::{BlockDevice, BlockQueueConfig, Notify, QueueReport, RunQueueError, RunningQueue};
 use crate::stats::QueueStats;
 use crate::virtqueue::{InflightRegion, QueueLog, RingAddresses, used_bytes};
 
@@ -198,9 +202,24 @@ impl Vring {
 
     /// Stops the queue, if it runs, by draining it. A broken queue needs a new kick to start again.
     pub(super) fn stop(&mut self, worker: &WorkerHandle) -> Result<(), WorkerGone> {
+        self.end(worker, RunningQueue::stop)
+    }
+
+    /// Stops the queue as [`Vring::stop`] does, but leaves requests that have not begun in the inflight records.
+    pub(super) fn suspend(&mut self, worker: &WorkerHandle) -> Result<(), WorkerGone> {
+        self.end(worker, RunningQueue::suspend)
+    }
+
+    fn end(
+        &mut self,
+        worker: &WorkerHandle,
+        end: impl FnOnce(RunningQueue, &WorkerHandle) -> Result<Arc<QueueReport>, WorkerGone>,
+    ) -> Result<(), WorkerGone> {
         if let Some(running) = self.running.take() {
-            let report = running.stop(worker)?;
+            let report = end(running, worker)?;
             self.next_available = report.next_available();
+            // A client that goes on here does not have to give the memory again.
+            self.recover |= report.left() > 0;
             if report.is_broken() {
                 self.forget_kick();
             }
