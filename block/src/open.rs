@@ -135,6 +135,16 @@ impl OpenError {
         }
     }
 
+    /// Returns true if an image, or its data file, is on a file system without direct I/O, which was wanted.
+    #[must_use]
+    pub fn lacks_direct_io(&self) -> bool {
+        match self {
+            Self::File(OpenFileError::NoDirectIo { .. }) => true,
+            Self::DataFile { source, .. } => source.lacks_direct_io(),
+            _ => false,
+        }
+    }
+
     /// Returns true if another program has an image that is needed.
     #[must_use]
     pub fn is_locked(&self) -> bool {

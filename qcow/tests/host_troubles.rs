@@ -13,6 +13,7 @@ mod common;
 
 use std::cell::RefCell;
 use std::io::Write;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -24,8 +25,8 @@ use block::ring::RingKind;
 use block::worker::{WorkerConfig, WorkerHandle};
 use block::{AlignedBuf, Buffer, CompletionSink, Context, Disk, DiskQueue, Done, IoError, Op, Request};
 use common::create;
-use qcow::image::CreateOptions;
-use qcow::{OpenOptions, QcowDisk};
+use qcow::image::{CreateOptions, compact_image};
+use qcow::{CompactOptions, OpenOptions, QcowDisk};
 use ringdisk_gen::space::removed_bytes;
 use simulator::pages::Tags;
 
@@ -650,4 +651,26 @@ fn overlay(folder: &Path) -> Arc<dyn Disk> {
     std::fs::remove_file(folder.join("disk.qcow2")).unwrap_or_default();
     create(&folder.join("disk.qcow2"), &options);
     reopen(folder, false)
+}
+
+/// A file system whose files have no direct I/O.
+const INDIRECT: &str = "mount -t ramfs none \"$RINGDISK_TEST_PLACE\"";
+
+#[test]
+fn image_is_compacted_where_files_have_no_direct_io() {
+    let Some(folder) = place("image_is_compacted_where_files_have_no_direct_io", INDIRECT) else {
+        return;
+    };
+    let path = folder.join("disk");
+    create(&path, &CreateOptions::new(DISK));
+    let direct = OpenOptions {
+        direct: true,
+        ..OpenOptions::default()
+    };
+    let refused = QcowDisk::open(&path, &direct).expect_err("no direct I/O");
+    assert!(refused.lacks_direct_io(), "{refused}");
+    let compacted = compact_image(&path, None, &CompactOptions::default(), |_| {
+        ControlFlow::Continue(())
+    });
+    assert_eq!(compacted.expect("a compacted image").moved_bytes, 0);
 }

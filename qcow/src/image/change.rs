@@ -48,6 +48,24 @@ pub(super) fn change_image_with<T, E: std::error::Error + 'static>(
     open_change_close(open, work)
 }
 
+/// As [`change_image_with`], past the host's page cache where that can be: of much data that is read and written once the cache would
+/// keep what nobody reads, in place of what others do.
+pub(super) fn change_image_directly<T, E: std::error::Error + 'static>(
+    path: &Path,
+    options: &OpenOptions,
+    work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
+) -> Result<T, ChangeError<E>> {
+    let direct = OpenOptions {
+        direct: true,
+        ..options.clone()
+    };
+    let open = async |cx: &Context| match open_without_backing(cx, path, &direct).await {
+        Err(error) if error.lacks_direct_io() => open_without_backing(cx, path, options).await,
+        opened => opened,
+    };
+    open_change_close(open, work)
+}
+
 /// As [`change_image_with`], with the files that the image names, as far as the options allow them.
 pub(super) fn change_chain<T, E: std::error::Error + 'static>(
     path: &Path,

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 
 use super::OpenOptions;
-use super::change::{ChangeError, change_image_with};
+use super::change::{ChangeError, change_image_directly};
 use super::sound::require_sound;
 use crate::engine::{CompactError, CompactOptions, CompactProgress, Compacted};
 use crate::luks::Secret;
@@ -32,7 +32,7 @@ pub fn compact_image(
         data_files: true,
         ..OpenOptions::default()
     };
-    change_image_with(path, &open, async |disk, cx| {
+    change_image_directly(path, &open, async |disk, cx| {
         let view = disk.shared.file.view(cx).map_err(CompactError::Queue)?;
         // An entry that counts zero would be overwritten or cut off.
         require_sound(&view).await?;
