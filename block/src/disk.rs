@@ -107,7 +107,8 @@ pub trait DiskQueue: fmt::Debug {
     /// Takes a request. It is answered exactly once, perhaps before this returns.
     fn submit(&self, request: Request);
 
-    /// Ends requests that have not begun, because they wait for a rate limit, with [`IoError::Cancelled`].
+    /// Ends requests that have not begun, because they wait for a rate limit, with [`IoError::Cancelled`],
+    /// before this returns.
     fn cancel_waiting(&self) {}
 
     /// Returns the queue of the image below, if bytes that this image does not have are those at the same offset there: the

@@ -477,7 +477,7 @@ fn scan_of_a_full_file_reads_refcount_blocks_whole() {
     assert!(few.iter().all(|slices| *slices <= 5), "{few:?}");
 }
 
-/// Where a read of several slices fails, the one that is needed is read alone.
+/// If a read of several slices fails, the one that is needed is read alone.
 #[test]
 fn slice_that_cannot_be_read_ahead_of_a_scan_fails_no_write() {
     let profile = Profile {

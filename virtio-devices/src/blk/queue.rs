@@ -140,11 +140,11 @@ pub struct BlockQueue {
     /// Memory was lost: no request is known to have succeeded.
     lost: bool,
     broken: bool,
-    /// What fails is left to the next server.
+    /// Nothing more is taken.
     suspended: bool,
     slots: Box<[Slot]>,
     in_flight: usize,
-    /// The number of chains so left.
+    /// The number of chains that stay in the inflight records.
     left: usize,
     /// Records chains in flight for the next server, if this one is killed.
     inflight: Option<InflightQueue>,
@@ -560,21 +560,19 @@ impl BlockQueue {
             }
             if u16::from_le_bytes([status.0, measured.into()]) == 0 {
                 self.meter.succeed(kind, bytes);
-            } else if !self.settle(head, kind, bytes, status, measured) {
-                return;
+            } else {
+                self.settle(head, kind, bytes, status, measured);
             }
             self.answer(head, place, status, len);
+        } else {
+            // A part of it was withdrawn.
+            self.in_flight = self.in_flight.saturating_sub(1);
         }
     }
 
-    /// Counts a request that has failed, or whose latency is measured. Returns false if it is not to be answered.
+    /// Counts a request that has failed, or whose latency is measured.
     #[cold]
-    fn settle(&mut self, head: u16, kind: RequestKind, bytes: u64, status: Status, measured: bool) -> bool {
-        if self.suspended && !self.broken && status != Status::OK {
-            self.left += 1;
-            self.meter.not_taken();
-            return false;
-        }
+    fn settle(&mut self, head: u16, kind: RequestKind, bytes: u64, status: Status, measured: bool) {
         if measured {
             self.meter.measured(head, kind);
         }
@@ -582,7 +580,21 @@ impl BlockQueue {
             Status::OK => self.meter.succeed(kind, bytes),
             _ => self.meter.fail(kind),
         }
-        true
+    }
+
+    /// Withdraws the requests that the disk has not begun: their chains stay in the inflight records, unanswered.
+    fn withdraw(&mut self) {
+        self.disk.cancel_waiting();
+        let mut cancelled = std::mem::take(&mut self.done);
+        self.sink.drain_into(&mut cancelled);
+        for part in cancelled.drain(..) {
+            if self.slots[usize::from(part.tag as u16)].place.take().is_some() {
+                self.left += 1;
+                self.meter.not_taken();
+            }
+            self.complete_part(&part);
+        }
+        self.done = cancelled;
     }
 }
 
@@ -655,7 +667,9 @@ impl Frontend for BlockQueue {
             self.suspended = true;
             self.left += self.again.len();
             self.again.clear();
-            self.disk.cancel_waiting();
+            // Answers that are there already: a failure, of a FLUSH above all, is this server's to tell.
+            self.publish();
+            self.withdraw();
         }
     }
 

@@ -54,8 +54,8 @@ impl RunningQueue {
         Ok(Self { device, id, report })
     }
 
-    /// Ends the queue as [`RunningQueue::stop`] does, but leaves requests that wait for a rate limit, and those that fail from now on,
-    /// unanswered in its inflight records, for whoever goes on with the queue. Without such records it answers all.
+    /// Ends the queue as [`RunningQueue::stop`] does, but leaves requests that wait for a rate limit unanswered in its inflight
+    /// records, for whoever goes on with the queue. Without such records it answers all.
     ///
     /// # Errors
     ///

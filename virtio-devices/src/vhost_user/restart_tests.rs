@@ -20,7 +20,7 @@ use super::tests::{Client, SECOND, World, wait};
 use crate::conformance::holds_within;
 use crate::testing::{DATA, MemDisk, REGION_BYTES};
 use crate::virtqueue::InflightRegion;
-use ringdisk_driver::blk::{FLUSH, IN, IOERR, OK, OUT};
+use ringdisk_driver::blk::{DISCARD, FLUSH, IN, IOERR, OK, OUT};
 use ringdisk_gen::Random;
 
 const SIZE: u16 = 64;
@@ -128,7 +128,8 @@ fn submit_ten(client: &mut Client, disk: &MemDisk) {
     wait("the first ones", || disk.log().len() == 2);
 }
 
-fn written_sectors(disk: &MemDisk) -> Vec<u64> {
+/// The first sector of each request that reached the disk.
+fn sectors_of(disk: &MemDisk) -> Vec<u64> {
     disk.log()
         .into_iter()
         .map(|(_, offset, _)| offset / 512)
@@ -144,7 +145,7 @@ fn base_is_told_at_once_and_requests_that_have_not_begun_are_carried_along() {
     let (shape, file) = inflight(&mut client);
     submit_ten(&mut client, &disks[0]);
     assert_eq!(client.frontend.get_vring_base(0).expect("GET_VRING_BASE"), 10);
-    assert_eq!(written_sectors(&disks[0]), [0, 1]);
+    assert_eq!(sectors_of(&disks[0]), [0, 1]);
     client.answer(0);
     client.answer(0);
     assert_eq!(client.drivers[0].take_used(), None, "an answer too many");
@@ -154,7 +155,7 @@ fn base_is_told_at_once_and_requests_that_have_not_begun_are_carried_along() {
         client.answer(0);
     }
     assert_eq!(client.drivers[0].take_used(), None, "an answer too many");
-    assert_eq!(written_sectors(&disks[1]), (2..10).collect::<Vec<u64>>());
+    assert_eq!(sectors_of(&disks[1]), (2..10).collect::<Vec<u64>>());
     assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
 }
 
@@ -175,32 +176,56 @@ fn suspended_queue_goes_on_where_it_was_with_its_own_server() {
     for _ in 0..10 {
         client.answer(0);
     }
-    assert_eq!(written_sectors(&disk), (0..10).collect::<Vec<u64>>());
+    assert_eq!(sectors_of(&disk), (0..10).collect::<Vec<u64>>());
     assert_eq!(client.ask(0, FLUSH, 0, &[]), OK);
 }
 
-/// What the disk has begun is waited for. If it fails the next server tries again.
+/// The requests that the disk has begun are waited for. The next server's FLUSH would succeed, and the guest would not learn what was lost.
 #[test]
-fn request_that_fails_while_its_queue_is_suspended_is_carried_along() {
-    let disks = [MemDisk::new(), MemDisk::new()];
-    let world = World::restartable(disks[0].disk(), 2);
+fn flush_that_fails_while_its_queue_is_suspended_is_told() {
+    let disk = MemDisk::new();
+    let world = World::restartable(disk.disk(), 2);
     let mut client = world.client(2);
-    let (shape, file) = inflight(&mut client);
-    disks[0].hold();
-    client.submit(0, OUT, 3, &[(DATA, 512, false)]);
-    wait("the request", || disks[0].held() == 1);
+    inflight(&mut client);
+    disk.hold();
+    let head = client.submit(0, FLUSH, 0, &[]);
+    wait("the request", || disk.held() == 1);
     let frontend = client.frontend.clone();
     let base = std::thread::spawn(move || frontend.get_vring_base(0));
     assert!(!holds_within(Duration::from_millis(50), || base.is_finished()));
-    disks[0].fail(Some(IoError::Host { errno: libc::ENOSPC }));
+    disk.fail(Some(IoError::Host { errno: libc::EIO }));
+    disk.release();
+    assert_eq!(base.join().expect("no panic").expect("GET_VRING_BASE"), 1);
+    assert_eq!(client.drivers[0].take_used(), Some((u32::from(head), 1)));
+    assert_eq!(client.drivers[0].status(head), IOERR);
+}
+
+/// Of the three segments of a discard the disk has carried out two.
+#[test]
+fn chain_is_carried_along_whole_if_one_of_its_segments_has_not_begun() {
+    let disks = [MemDisk::new(), MemDisk::new()];
+    let world = World::restartable(limited(&disks[0]), 2);
+    let mut client = world.client(2);
+    let (shape, file) = inflight(&mut client);
+    for (index, sector) in [8u64, 16, 24].into_iter().enumerate() {
+        let segment = [sector.to_le_bytes(), 8u64.to_le_bytes()].concat();
+        client.drivers[0].write(DATA + 16 * index as u64, &segment);
+    }
+    disks[0].hold();
+    let head = client.submit(0, DISCARD, 0, &[(DATA, 48, false)]);
+    wait("two segments", || disks[0].held() == 2);
+    let frontend = client.frontend.clone();
+    let base = std::thread::spawn(move || frontend.get_vring_base(0));
+    assert!(!holds_within(Duration::from_millis(50), || base.is_finished()));
     disks[0].release();
     assert_eq!(base.join().expect("no panic").expect("GET_VRING_BASE"), 1);
+    assert_eq!(sectors_of(&disks[0]), [8, 16]);
     assert_eq!(client.drivers[0].take_used(), None);
     let next = World::restartable(disks[1].disk(), 2);
     assert!(client.reconnect(&next.path, Some((&shape, &file))));
-    let (head, _) = client.answer(0);
-    assert_eq!(client.drivers[0].status(head as u16), OK);
-    assert_eq!(written_sectors(&disks[1]), [3]);
+    assert_eq!(client.answer(0).0, u32::from(head));
+    assert_eq!(client.drivers[0].status(head), OK);
+    assert_eq!(sectors_of(&disks[1]), [8, 16, 24]);
 }
 
 /// Without the feature a request is answered before the base, whatever becomes of it.

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! A client that has agreed to `GET_VRING_BASE_INFLIGHT` gets its base without a full drain: requests that wait for a rate limit stay in
-//! the inflight records, and so do those that fail meanwhile, as for want of space. What the kernel has begun is waited for: a write
-//! that it still had could overwrite what the guest writes through the next server.
+//! the inflight records. Those that the disk has begun are waited for, and answered: a write that the kernel still had could overwrite
+//! what the guest writes through the next server, and a FLUSH that failed here would succeed there.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
