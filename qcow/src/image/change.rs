@@ -35,21 +35,13 @@ pub(super) fn change_image<T, E: std::error::Error + 'static>(
     path: &Path,
     work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
 ) -> Result<T, ChangeError<E>> {
-    change_image_with(path, &OpenOptions::default(), work)
-}
-
-/// As [`change_image`], with these options.
-pub(super) fn change_image_with<T, E: std::error::Error + 'static>(
-    path: &Path,
-    options: &OpenOptions,
-    work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
-) -> Result<T, ChangeError<E>> {
-    let open = async |cx: &Context| open_without_backing(cx, path, options).await;
+    let options = OpenOptions::default();
+    let open = async |cx: &Context| open_without_backing(cx, path, &options).await;
     open_change_close(open, work)
 }
 
-/// As [`change_image_with`], past the host's page cache where that can be: of much data that is read and written once the cache would
-/// keep what nobody reads, in place of what others do.
+/// As [`change_image`], with these options, and past the host's page cache if the file system allows that: a work that reads and writes
+/// much data once would fill the cache with bytes that nobody asks for again.
 pub(super) fn change_image_directly<T, E: std::error::Error + 'static>(
     path: &Path,
     options: &OpenOptions,
@@ -66,7 +58,7 @@ pub(super) fn change_image_directly<T, E: std::error::Error + 'static>(
     open_change_close(open, work)
 }
 
-/// As [`change_image_with`], with the files that the image names, as far as the options allow them.
+/// As [`change_image`], with the files that the image names, as far as the options allow them.
 pub(super) fn change_chain<T, E: std::error::Error + 'static>(
     path: &Path,
     options: &OpenOptions,

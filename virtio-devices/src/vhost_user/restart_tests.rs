@@ -136,6 +136,15 @@ fn sectors_of(disk: &MemDisk) -> Vec<u64> {
         .collect()
 }
 
+/// Asks for the base of the first queue, and returns it, which must come after `disk_ends` only.
+fn base_after(client: &Client, disk_ends: impl FnOnce()) -> u32 {
+    let frontend = client.frontend.clone();
+    let base = std::thread::spawn(move || frontend.get_vring_base(0));
+    assert!(!holds_within(Duration::from_millis(50), || base.is_finished()));
+    disk_ends();
+    base.join().expect("no panic").expect("GET_VRING_BASE")
+}
+
 /// Requests that wait for a rate limit are neither hurried through it nor answered: the next server has them.
 #[test]
 fn base_is_told_at_once_and_requests_that_have_not_begun_are_carried_along() {
@@ -190,12 +199,11 @@ fn flush_that_fails_while_its_queue_is_suspended_is_told() {
     disk.hold();
     let head = client.submit(0, FLUSH, 0, &[]);
     wait("the request", || disk.held() == 1);
-    let frontend = client.frontend.clone();
-    let base = std::thread::spawn(move || frontend.get_vring_base(0));
-    assert!(!holds_within(Duration::from_millis(50), || base.is_finished()));
-    disk.fail(Some(IoError::Host { errno: libc::EIO }));
-    disk.release();
-    assert_eq!(base.join().expect("no panic").expect("GET_VRING_BASE"), 1);
+    let disk_ends = || {
+        disk.fail(Some(IoError::Host { errno: libc::EIO }));
+        disk.release();
+    };
+    assert_eq!(base_after(&client, disk_ends), 1);
     assert_eq!(client.drivers[0].take_used(), Some((u32::from(head), 1)));
     assert_eq!(client.drivers[0].status(head), IOERR);
 }
@@ -214,11 +222,7 @@ fn chain_is_carried_along_whole_if_one_of_its_segments_has_not_begun() {
     disks[0].hold();
     let head = client.submit(0, DISCARD, 0, &[(DATA, 48, false)]);
     wait("two segments", || disks[0].held() == 2);
-    let frontend = client.frontend.clone();
-    let base = std::thread::spawn(move || frontend.get_vring_base(0));
-    assert!(!holds_within(Duration::from_millis(50), || base.is_finished()));
-    disks[0].release();
-    assert_eq!(base.join().expect("no panic").expect("GET_VRING_BASE"), 1);
+    assert_eq!(base_after(&client, || disks[0].release()), 1);
     assert_eq!(sectors_of(&disks[0]), [8, 16]);
     assert_eq!(client.drivers[0].take_used(), None);
     let next = World::restartable(disks[1].disk(), 2);
