@@ -3,8 +3,20 @@ mkdir -p /etc/udev/rules.d
 cp /mnt/60-ringdisk.rules /mnt/60-ringdisk-users.rules /etc/udev/rules.d/
 echo 'ublk:x:990:' >>/etc/group
 ln -sf /mnt/ringdisk /usr/bin/ringdisk
-/mnt/systemd-udevd --daemon
-ls /run/udev/control >/dev/null
+udev=
+# A udev that has read the rules as they are now. It does not do to ask a running one: udev 252 ignores a request that
+# comes while it accepts the connection ("Invalid sender uid 65534"), and `udevadm control --reload` ends well nevertheless.
+read_rules() {
+    if [ "$udev" ]; then
+        kill $udev
+        wait $udev || true
+        rm -f /run/udev/control
+    fi
+    /mnt/systemd-udevd & udev=$!
+    soon 60 test -S /run/udev/control
+    /mnt/udevadm settle --timeout=60
+}
+read_rules
 settled() {
     /mnt/udevadm settle --timeout=60
     for link in /dev/disk/by-id/*; do
@@ -39,7 +51,7 @@ grep -q 'ublkb\*' /etc/udev/rules.d/60-persistent-storage.rules
 contents() {
     name=$1
     shift
-    /mnt/udevadm control --reload
+    read_rules
     add udev add --disk path=a.qcow2,serial=DATA "$@"
     mkfs.ext4 -q -F -L GUEST /dev/ublkb0
     /mnt/udevadm trigger --action=change --settle /sys/class/block/ublkb0
