@@ -104,6 +104,14 @@ enum Command {
         #[arg(value_name = "KEY=VALUE,...|none")]
         limits: Option<String>,
     },
+    /// Set the rate limits that the disks of a group share while they are used, or print them
+    GroupLimits {
+        /// The id of the group's --rate-limit-group
+        group: String,
+        /// All limits that it has from then on, as of disk-limits
+        #[arg(value_name = "KEY=VALUE,...|none")]
+        limits: Option<String>,
+    },
     /// Add a disk to a machine, or to a vhost-user server
     ///
     /// A vhost-user server adds those whose images and sockets are in the folders of its --images.
@@ -368,6 +376,10 @@ fn request(command: Command) -> Result<Request, CommandFailure> {
         }
         Command::DiskLimits { id, limits } => Request::DiskLimits {
             id,
+            limits: limits.as_deref().map(DiskKeys::parse_limits).transpose()?,
+        },
+        Command::GroupLimits { group, limits } => Request::GroupLimits {
+            group,
             limits: limits.as_deref().map(DiskKeys::parse_limits).transpose()?,
         },
         Command::DiskAdd { disk, listen } => Request::DiskAdd {

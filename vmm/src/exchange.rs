@@ -12,12 +12,15 @@
 mod compaction;
 mod served_disk;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use block::throttle::RateLimits;
 use qcow::BitmapChange;
 use serde_json::{Value, json};
 
 use crate::control::{DiskKeys, DiskStatistics, Request, Server, Statistics};
+use crate::disk_config::rate;
 pub(crate) use served_disk::ServedDisk;
 
 /// The version of the protocol, which `info` tells. It becomes higher when a request or an answer changes its meaning; new
@@ -91,19 +94,15 @@ pub(crate) fn answer<D: Desk>(desk: &D, request: Request) -> Result<Value, Strin
             Ok(answer)
         }
         Request::DiskLimits { id, limits } => {
-            let limits = limits.as_ref().map(DiskKeys::limits).transpose();
-            let limits = limits.map_err(|error| error.to_string())?;
+            let limits = parsed(limits.as_ref())?;
             let answer = desk.disk(&id)?.limits(limits.as_ref())?;
             if limits.is_some() {
-                let set = answer["limits"].to_string();
-                tracing::info!(
-                    event = "limits-changed",
-                    disk = id,
-                    limits = set,
-                    "a disk has other rate limits"
-                );
+                tell_limits(&id, &answer["limits"]);
             }
             Ok(answer)
+        }
+        Request::GroupLimits { group, limits } => {
+            limits_of_group(&desk.disks()?, &group, parsed(limits.as_ref())?.as_ref())
         }
         Request::SnapshotCreate { id, name } => desk.disk(&id)?.create_snapshot(&name),
         Request::SnapshotList { id } => desk.disk(&id)?.list_snapshots(),
@@ -133,6 +132,42 @@ pub(crate) fn answer<D: Desk>(desk: &D, request: Request) -> Result<Value, Strin
         Request::Stop {} => Ok(json!({"state": "stopping"})),
         other => desk.special(other),
     }
+}
+
+/// Reads the limits of a request that has some.
+fn parsed(limits: Option<&DiskKeys>) -> Result<Option<RateLimits>, String> {
+    let limits = limits.map(DiskKeys::limits).transpose();
+    limits.map_err(|error| error.to_string())
+}
+
+/// Tells those who follow the log that a disk has other limits.
+fn tell_limits(id: &str, limits: &Value) {
+    tracing::info!(
+        event = "limits-changed",
+        disk = id,
+        limits = limits.to_string(),
+        "a disk has other rate limits"
+    );
+}
+
+/// Sets the limits of the group to which some of the disks belong, if `limits` says which. Answers those that it has then, and
+/// the disks.
+fn limits_of_group(disks: &[Listed], group: &str, limits: Option<&RateLimits>) -> Result<Value, String> {
+    let of_disk = |listed: &Listed| Some((listed.id.clone(), listed.disk.limits_of_group(group, limits)?));
+    let (members, now): (Vec<String>, Vec<RateLimits>) = disks.iter().filter_map(of_disk).unzip();
+    let Some(now) = now.first().map(rate::to_json) else {
+        let groups: BTreeSet<String> = disks.iter().filter_map(|listed| listed.disk.group()).collect();
+        let groups: Vec<String> = groups.into_iter().collect();
+        let known = match groups.is_empty() {
+            true => "no disk is in one".to_owned(),
+            false => format!("the groups with disks are: {}", groups.join(", ")),
+        };
+        return Err(format!("no disk is in the rate limit group {group}; {known}"));
+    };
+    if limits.is_some() {
+        members.iter().for_each(|id| tell_limits(id, &now));
+    }
+    Ok(json!({ "group": group, "limits": now, "disks": members }))
 }
 
 /// Returns the server of a control socket whose requests `desk` answers.

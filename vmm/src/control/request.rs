@@ -70,6 +70,14 @@ pub enum Request {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         limits: Option<DiskKeys>,
     },
+    /// Set the rate limits that the disks of a group share, or tell which they are.
+    GroupLimits {
+        /// The group, by the id of its `--rate-limit-group`.
+        group: String,
+        /// As of a disk.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        limits: Option<DiskKeys>,
+    },
     /// Add a disk.
     DiskAdd {
         /// The keys of `--disk`.
@@ -217,6 +225,7 @@ impl Request {
             Self::Reset {} => "reset",
             Self::DiskResize { .. } => "disk-resize",
             Self::DiskLimits { .. } => "disk-limits",
+            Self::GroupLimits { .. } => "group-limits",
             Self::DiskAdd { .. } => "disk-add",
             Self::DiskRemove { .. } => "disk-remove",
             Self::Reload {} => "reload",

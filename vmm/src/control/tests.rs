@@ -37,6 +37,7 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
             let limits = limits.map(|limits| limits.limits().expect("limits"));
             Ok(json!({ "id": id, "is_set": limits.is_some() }))
         }
+        Request::GroupLimits { group, .. } => Ok(json!({ "group": group })),
         Request::DiskRemove { id }
         | Request::SnapshotList { id }
         | Request::BitmapList { id }
@@ -149,6 +150,7 @@ fn control_page_lists_exactly_the_requests() {
             "reload",
             "disk-resize",
             "disk-limits",
+            "group-limits",
             "snapshot-create",
             "snapshot-list",
             "snapshot-delete",
@@ -167,7 +169,7 @@ fn control_page_lists_exactly_the_requests() {
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 26, "an answer for each, and an error");
+    assert_eq!(answers.len(), 27, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");

@@ -268,7 +268,14 @@ pub(super) fn known(known: &[String]) -> String {
 /// The groups of a command line. Clones share their tokens.
 #[derive(Clone, Debug, Default)]
 pub struct RateLimitGroups {
-    groups: BTreeMap<String, Arc<Limiter>>,
+    groups: BTreeMap<String, Group>,
+}
+
+#[derive(Clone, Debug)]
+struct Group {
+    limiter: Arc<Limiter>,
+    /// The limits that were configured, which an operator may have changed since.
+    configured: RateLimits,
 }
 
 impl RateLimitGroups {
@@ -294,8 +301,10 @@ impl RateLimitGroups {
         &mut self,
         items: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Result<(), RateLimitGroupError> {
-        let (id, limits) = group(items)?;
-        match self.groups.insert(id.clone(), Limiter::new(&limits)) {
+        let (id, configured) = group(items)?;
+        let limiter = Limiter::new(&configured);
+        let group = Group { limiter, configured };
+        match self.groups.insert(id.clone(), group) {
             Some(_) => Err(RateLimitGroupError::SameId { id }),
             None => Ok(()),
         }
@@ -310,26 +319,25 @@ impl RateLimitGroups {
         let mut unused = self
             .groups
             .iter()
-            .filter(|(_, limiter)| Arc::strong_count(limiter) == 1);
+            .filter(|(_, group)| Arc::strong_count(&group.limiter) == 1);
         match unused.next() {
             Some((id, _)) => Err(RateLimitGroupError::Unused { id: id.clone() }),
             None => Ok(()),
         }
     }
 
-    /// Makes the groups those of `new`. One that stays keeps its members and has the limits that it has there. Returns those whose limits
-    /// have changed.
+    /// Makes the groups those of `new`. One that stays keeps its members, and also its limits if they are configured as before.
+    /// Returns those that get others.
     pub(crate) fn follow(&mut self, new: &Self) -> Vec<(String, RateLimits)> {
         let mut changed = Vec::new();
         let mut groups = new.groups.clone();
-        for (id, limiter) in &mut groups {
+        for (id, group) in &mut groups {
             let Some(old) = self.groups.get(id) else { continue };
-            let limits = limiter.limits();
-            if old.limits() != limits {
-                old.set(&limits);
-                changed.push((id.clone(), limits));
+            if old.configured != group.configured {
+                old.limiter.set(&group.configured);
+                changed.push((id.clone(), group.configured));
             }
-            *limiter = Arc::clone(old);
+            group.limiter = Arc::clone(&old.limiter);
         }
         self.groups = groups;
         changed
@@ -342,13 +350,12 @@ impl RateLimitGroups {
     /// [`DiskConfigError::UnknownGroup`].
     pub fn join(&self, disk: &mut DiskConfig) -> Result<(), DiskConfigError> {
         if let Some(member) = &mut disk.rate_limit_group {
-            let limiter = self.groups.get(&member.id);
-            member.limiter = Some(Arc::clone(limiter.ok_or_else(|| {
-                DiskConfigError::UnknownGroup {
-                    id: member.id.clone(),
-                    known: self.groups.keys().cloned().collect(),
-                }
-            })?));
+            let group = self.groups.get(&member.id);
+            let group = group.ok_or_else(|| DiskConfigError::UnknownGroup {
+                id: member.id.clone(),
+                known: self.groups.keys().cloned().collect(),
+            })?;
+            member.limiter = Some(Arc::clone(&group.limiter));
         }
         Ok(())
     }

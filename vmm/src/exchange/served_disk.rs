@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use virtio_devices::stats::{DiskSnapshot, DiskStats};
 
 use super::compaction::Compactions;
-use crate::disk_config::{DiskConfig, rate};
+use crate::disk_config::{DiskConfig, GroupMember, rate};
 use crate::error::chain;
 use crate::open::{DiskHandle, OpenedDisk, OpenedImage};
 use crate::shrink;
@@ -32,8 +32,8 @@ pub(crate) struct ServedDisk {
     queues: u16,
     /// `true` if another program serves it, and this one only passes requests on.
     is_foreign: bool,
-    /// The group whose rate limits it shares.
-    group: Mutex<Option<String>>,
+    /// Its place in the group whose rate limits it shares.
+    group: Mutex<Option<GroupMember>>,
     /// The rate limits that an operator has set since the start, which stay when the image is opened again.
     limits: Mutex<Option<RateLimits>>,
     /// Read-locked while a request works on the image; `None` while the image is closed.
@@ -52,11 +52,6 @@ struct Shown {
     is_qcow2: bool,
 }
 
-fn group_of(config: &DiskConfig) -> Option<String> {
-    let group = config.rate_limit_group.as_ref();
-    group.map(|member| member.id().to_owned())
-}
-
 impl ServedDisk {
     /// Returns the disk of `config`, whose image is not open yet and whose queues count in `stats`. Errors call it `label`.
     pub(crate) fn new(label: String, config: &DiskConfig, stats: &Arc<DiskStats>) -> Arc<Self> {
@@ -66,7 +61,7 @@ impl ServedDisk {
             path: config.path.clone(),
             queues: config.num_queues,
             is_foreign: config.vhost_user,
-            group: Mutex::new(group_of(config)),
+            group: Mutex::new(config.rate_limit_group.clone()),
             limits: Mutex::default(),
             open: RwLock::default(),
             shown: Mutex::default(),
@@ -89,7 +84,7 @@ impl ServedDisk {
     /// Lets the disk have the rate limits of this configuration when its image is opened the next time, in place of those that an
     /// operator has set.
     pub(crate) fn forget_limits(&self, config: &DiskConfig) {
-        *self.group.lock() = group_of(config);
+        self.group.lock().clone_from(&config.rate_limit_group);
         *self.limits.lock() = None;
     }
 
@@ -234,8 +229,9 @@ impl ServedDisk {
     pub(crate) fn limits(&self, limits: Option<&RateLimits>) -> Result<Value, String> {
         if let (Some(_), Some(group)) = (limits, &*self.group.lock()) {
             return Err(format!(
-                "{} shares the limits of the group {group} with other disks; only a disk with limits of its own is given others",
-                self.label
+                "{} shares the limits of the group {} with other disks; `group-limits` gives them others",
+                self.label,
+                group.id()
             ));
         }
         self.with(|handle| {
@@ -249,12 +245,25 @@ impl ServedDisk {
         })
     }
 
-    /// Sets the rate limits of the group that it is in, if it is in this one.
-    pub(crate) fn limits_of_group(&self, group: &str, limits: &RateLimits) {
-        if self.group.lock().as_deref() == Some(group) {
-            // One whose image is closed has them when it is opened.
+    /// Sets the rate limits of `group`, if the disk is in it and `limits` says which. Returns those that it has then; `None`
+    /// if the disk is in another group, or in none.
+    pub(crate) fn limits_of_group(&self, group: &str, limits: Option<&RateLimits>) -> Option<RateLimits> {
+        let limiter = {
+            let member = self.group.lock();
+            let member = member.as_ref().filter(|member| member.id() == group)?;
+            Arc::clone(member.limiter()?)
+        };
+        if let Some(limits) = limits {
+            limiter.set(limits);
+            // Requests that wait have to ask again. One whose image is closed has none.
             let _closed = self.with(|handle| Ok(handle.limits(Some(limits))));
         }
+        Some(limiter.limits())
+    }
+
+    /// Returns the id of the group whose rate limits it shares.
+    pub(crate) fn group(&self) -> Option<String> {
+        self.group.lock().as_ref().map(|member| member.id().to_owned())
     }
 
     /// Begins a change of size: makes the disk smaller if `size` is less than it has, which takes `force`. Its frontend has to make

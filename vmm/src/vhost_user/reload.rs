@@ -185,9 +185,9 @@ impl Roster {
             state.groups.follow(&plan.groups)
         };
         for (group, limits) in limits {
-            self.served()
-                .iter()
-                .for_each(|disk| disk.disk.limits_of_group(&group, &limits));
+            for disk in self.served() {
+                disk.disk.limits_of_group(&group, Some(&limits));
+            }
         }
         for name in plan.go {
             match self.remove(&name) {

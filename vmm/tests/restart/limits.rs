@@ -3,6 +3,8 @@
 
 use std::time::{Duration, Instant};
 
+use serde_json::{Value, json};
+
 use crate::client::{Ask, BLOCK, Client, SLOTS};
 use crate::server::{Server, World};
 
@@ -32,8 +34,14 @@ fn read(client: &mut Client, from: Instant, until: Instant) -> f64 {
     }
 }
 
+/// Returns what `ringdisk ctl` said of the limits of the group `both`.
+fn group_limits(world: &World, limits: &str) -> (bool, String) {
+    let limits = if limits.is_empty() { &[][..] } else { &[limits] };
+    world.ctl("control", &[&["group-limits", "both"], limits].concat())
+}
+
 #[test]
-fn rate_limit_group_is_shared_in_halves() {
+fn rate_limit_group_is_shared_in_halves_also_when_it_has_others() {
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let bytes = (BLOCKS * BLOCK).to_string();
     world.qemu_img(&["create", "-q", "-f", "qcow2", "second.qcow2", &bytes]);
@@ -45,6 +53,8 @@ fn rate_limit_group_is_shared_in_halves() {
         "path=second.qcow2,rate_limit_group=both",
         "--rate-limit-group",
         "id=both,ops_size=300,ops_refill_time=200",
+        "--control",
+        "control",
     ];
     let server = world.serve_disk(&SIGNALS, disk, &more);
     let mut clients = ["socket", "second"].map(|socket| {
@@ -52,21 +62,54 @@ fn rate_limit_group_is_shared_in_halves() {
         client.connect(&world.path(socket));
         client
     });
-    // By then the burst that a full bucket has is gone.
-    let from = Instant::now() + Duration::from_millis(500);
-    let until = from + Duration::from_secs(2);
-    let rates = std::thread::scope(|scope| {
-        let threads = clients
-            .each_mut()
-            .map(|client| scope.spawn(move || read(client, from, until)));
-        threads.map(|thread| thread.join().expect("a client"))
-    });
-    let total: f64 = rates.iter().sum();
-    assert!(
-        (total / 1500.0 - 1.0).abs() < 0.02,
-        "{rates:?} requests a second, 1500 asked for"
-    );
-    assert!(rates.iter().all(|rate| rate / total > 0.45), "{rates:?}");
+    let mut shared = |asked: f64| {
+        // By then the burst that a full bucket has is gone.
+        let from = Instant::now() + Duration::from_millis(500);
+        let until = from + Duration::from_secs(2);
+        let rates = std::thread::scope(|scope| {
+            let threads = clients
+                .each_mut()
+                .map(|client| scope.spawn(move || read(client, from, until)));
+            threads.map(|thread| thread.join().expect("a client"))
+        });
+        let total: f64 = rates.iter().sum();
+        assert!(
+            (total / asked - 1.0).abs() < 0.02,
+            "{rates:?} requests a second, {asked} asked for"
+        );
+        assert!(rates.iter().all(|rate| rate / total > 0.45), "{rates:?}");
+    };
+    shared(1500.0);
+    let told = |limits: &str| {
+        let (is_done, said) = group_limits(&world, limits);
+        assert!(is_done, "{said}");
+        let said: Value = serde_json::from_str(&said).expect("JSON");
+        assert_eq!(said["disks"], json!(["disk.qcow2", "second.qcow2"]), "{said}");
+        said["limits"].clone()
+    };
+    assert_eq!(told(""), json!({"ops_size": 300, "ops_refill_time": 200}));
+    // What waits for an hour, on either disk, does not once the limits are others.
+    told("ops_size=1,ops_refill_time=3600000");
+    std::thread::sleep(Duration::from_millis(100));
+    let others = json!({"ops_size": 100, "ops_refill_time": 100});
+    assert_eq!(told("ops_size=100,ops_refill_time=100"), others);
+    shared(1000.0);
+    assert_eq!(told(""), others);
+    assert_eq!(told("none"), json!({}));
+    clients.iter_mut().for_each(Client::drain);
+    for (arguments, why) in [
+        (
+            &["group-limits", "bath"][..],
+            "no disk is in the rate limit group bath; the groups with disks are: both",
+        ),
+        (
+            &["disk-limits", "disk.qcow2", "none"],
+            "shares the limits of the group both with other disks; `group-limits` gives them others",
+        ),
+    ] {
+        let (is_done, said) = world.ctl("control", arguments);
+        assert!(!is_done && said.contains(why), "{said}");
+    }
     assert_eq!(server.stop(), Some(0), "{}", world.log());
     assert_eq!(world.log(), "");
 }
@@ -169,26 +212,5 @@ fn limits_of_a_disk_in_use_are_set_told_and_removed() {
         let (is_done, said) = disk_limits(&world, &[wrong]);
         assert!(!is_done && said.contains(why), "{said}");
     }
-    assert_eq!(server.stop(), Some(0), "{}", world.log());
-    let server = world.serve_disk(
-        &SIGNALS,
-        "path=disk.qcow2,rate_limit_group=g",
-        &[
-            "--rate-limit-group",
-            "id=g,ops_size=300,ops_refill_time=200",
-            "--control",
-            "control",
-        ],
-    );
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !disk_limits(&world, &[]).1.contains("\"ops_size\":300") {
-        assert!(Instant::now() < deadline, "{}", world.log());
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let (is_done, said) = disk_limits(&world, &["none"]);
-    assert!(
-        !is_done && said.contains("shares the limits of the group g"),
-        "{said}"
-    );
     assert_eq!(server.stop(), Some(0), "{}", world.log());
 }

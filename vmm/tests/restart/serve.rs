@@ -222,6 +222,17 @@ fn disks_come_go_and_change(settings: &str) {
         json!(["a"])
     );
     limits(90_000);
+    // Those that an operator has set last until the file says others.
+    let (ok, answer) = world.ctl(
+        "control",
+        &["group-limits", "g", "ops_size=70000,ops_refill_time=1000"],
+    );
+    assert!(ok, "{answer}");
+    assert_eq!(
+        followed(&world, &mut [&mut a, &mut c], &mut random)["changed"],
+        json!([])
+    );
+    limits(70_000);
     let other = group.replace("90000", "80000");
     write(&world, &[&settings, &other[..], &member, &disk("c", "")].concat());
     assert_eq!(
