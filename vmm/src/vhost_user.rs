@@ -282,7 +282,6 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     served.iter().try_for_each(|disk| keep(disk.socket.keep()))?;
     control.iter().try_for_each(|control| keep(control.keep()))?;
     drop(offer);
-    announce(&served, options);
     drop(served);
     if let Some(metrics) = &metrics {
         let roster = Arc::clone(&roster);
@@ -308,6 +307,8 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
         file.keep();
     }
     manager.ready();
+    // With it ends who waits for us to be in the background, and finds all of that.
+    announce(&roster.served(), options);
     let watched = Arc::clone(&roster);
     watchdog::start(manager, move || pulses(&watched), options).map_err(start)?;
     // Threads that are started from here on are inside.
