@@ -41,6 +41,10 @@ struct Off {
     ended: u64,
 }
 
+/// The beginning of a wait: the number of hold-offs before it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Beginning(u64);
+
 impl Off {
     /// Returns true if a wait is over that began when `ended` was `began`.
     fn ends(&self, began: u64) -> bool {
@@ -75,10 +79,19 @@ impl Delays {
     /// Waits for `time`. Returns false, perhaps at once, if waits are not wanted or have been ended, or if the timer
     /// fails.
     pub(crate) async fn wait(&self, cx: &Context, time: Duration) -> bool {
+        self.wait_from(self.begin(), cx, time).await
+    }
+
+    /// Returns the beginning of a wait, for [`Delays::wait_from`]: taken before what decides how long it is to be.
+    pub(crate) fn begin(&self) -> Beginning {
+        Beginning(self.off.with(|off| off.ended))
+    }
+
+    /// As [`Delays::wait`], of a wait that has begun before: it is over also if it was ended since.
+    pub(crate) async fn wait_from(&self, Beginning(began): Beginning, cx: &Context, time: Duration) -> bool {
         if !self.is_wanted() {
             return false;
         }
-        let began = self.off.with(|off| off.ended);
         let mut over = pin!(self.off.wait(|off| off.ends(began).then_some(())));
         let mut sleep = cx.sleep(time);
         poll_fn(|task| {

@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::delay::{Delays, HoldOff};
+use crate::delay::{Beginning, Delays, HoldOff};
 use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
 use crate::error::IoError;
 use crate::request::{Op, Request};
@@ -273,6 +273,8 @@ impl Lane {
         if self.is_watched.get() {
             return self.waiting.borrow_mut().push_back(request);
         }
+        // Before the limits are asked: others may be set before the task waits.
+        let began = self.disk.delays.begin();
         let now = self.cx.now();
         let due = self.disk.limiter.take(&request, now);
         if due <= now {
@@ -280,17 +282,18 @@ impl Lane {
         }
         self.waiting.borrow_mut().push_back(request);
         self.is_watched.set(true);
-        self.cx.spawn(Rc::clone(self).watch(due));
+        self.cx.spawn(Rc::clone(self).watch(began, due));
     }
 
-    /// Submits the waiting requests, each in its turn; the first at `due`.
-    async fn watch(self: Rc<Self>, mut due: Duration) {
+    /// Submits the waiting requests, each in its turn; the first, whose wait has `began`, at `due`.
+    async fn watch(self: Rc<Self>, mut began: Beginning, mut due: Duration) {
         loop {
-            self.wait_until(due).await;
+            self.wait_until(began, due).await;
             let first = self.waiting.borrow_mut().pop_front();
             if let Some(first) = first {
                 self.queue.submit(first);
             }
+            began = self.disk.delays.begin();
             match self.waiting.borrow().front() {
                 Some(next) => due = self.disk.limiter.take(next, self.cx.now()),
                 None => return self.is_watched.set(false),
@@ -298,11 +301,11 @@ impl Lane {
         }
     }
 
-    /// Waits until `due`, or until waits are ended.
-    async fn wait_until(&self, due: Duration) {
+    /// Waits until `due`, or until waits are ended that have `began` before.
+    async fn wait_until(&self, began: Beginning, due: Duration) {
         loop {
-            let left = due.saturating_sub(self.cx.now());
-            if left.is_zero() || !self.disk.delays.wait(&self.cx, left.min(SLEEP_MAX)).await {
+            let left = due.saturating_sub(self.cx.now()).min(SLEEP_MAX);
+            if left.is_zero() || !self.disk.delays.wait_from(began, &self.cx, left).await {
                 return;
             }
         }

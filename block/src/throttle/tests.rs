@@ -457,4 +457,9 @@ fn limits_change_while_requests_wait() {
     bench.disk.set_limits(&RateLimits::default());
     flush(&bench, 120..130);
     assert_eq!(bench.at(2002), (111..130).collect::<Vec<u64>>());
+    // What has its time by the old limits, and does not wait yet.
+    bench.disk.set_limits(&ops(HOUR));
+    flush(&bench, 130..140);
+    bench.disk.set_limits(&RateLimits::default());
+    assert_eq!(bench.at(2003), (130..140).collect::<Vec<u64>>());
 }
