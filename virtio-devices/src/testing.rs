@@ -105,6 +105,8 @@ struct Shared {
     closed: Monitor<bool>,
     /// Requests from this offset on fail.
     failing: Mutex<Option<(u64, IoError)>>,
+    /// How it is closed.
+    closing: Mutex<Result<(), IoError>>,
 }
 
 /// A disk in memory.
@@ -137,6 +139,7 @@ impl MemDisk {
             log: Mutex::default(),
             closed: Monitor::default(),
             failing: Mutex::default(),
+            closing: Mutex::new(Ok(())),
         };
         Self {
             shared: Arc::new(shared),
@@ -175,6 +178,11 @@ impl MemDisk {
     /// From now on requests fail, or not.
     pub(crate) fn fail(&self, error: Option<IoError>) {
         *self.shared.failing.lock() = error.map(|error| (0, error));
+    }
+
+    /// From now on it cannot be closed cleanly.
+    pub(crate) fn fail_to_close(&self, error: IoError) {
+        *self.shared.closing.lock() = Err(error);
     }
 
     /// From now on requests of what lies at `offset` or behind it fail.
@@ -245,7 +253,7 @@ impl Disk for MemDisk {
     }
 
     fn close(self: Arc<Self>, _cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
-        Box::pin(async { Ok(()) })
+        Box::pin(std::future::ready(*self.shared.closing.lock()))
     }
 }
 

@@ -20,9 +20,10 @@ use vhost::vhost_user::{
     VhostUserVirtioFeatures,
 };
 
+use super::CloseError;
 use super::config_channel::ConfigChannel;
 use super::device_state;
-use super::image::{DetachedDisk, Image};
+use super::image::{DetachedDisk, Image, Place};
 use super::inflight::{self, InflightMemory};
 use super::log_memory::LogMemory;
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
@@ -279,10 +280,6 @@ impl Backend {
         self.start_all()
     }
 
-    pub(super) fn is_image_away(&self) -> bool {
-        self.image.as_ref().is_some_and(|image| image.is_away())
-    }
-
     /// Returns true if a queue is to run and waits for the image, which another process has.
     pub(super) fn waits_for_image(&self) -> bool {
         self.waits_for_image
@@ -296,37 +293,55 @@ impl Backend {
 
     /// Releases the image if the client has stopped its last queue while it migrates its guest: the guest may continue elsewhere as soon
     /// as this was answered.
-    fn release_if_migrating(&mut self) {
+    ///
+    /// # Errors
+    ///
+    /// If the image cannot be closed cleanly. Then it stays locked.
+    fn release_if_migrating(&mut self) -> Result<()> {
         let Some(image) = self.image.as_ref().filter(|image| !image.is_away()) else {
-            return;
+            return Ok(());
         };
         let is_logged = self.features & LOG_ALL != 0 && self.log.is_some();
         let is_over = is_logged && self.vrings.iter().all(Vring::is_at_rest);
         if !is_over {
-            return;
+            return Ok(());
         }
         let info = self.device.disk().info();
         image.owner().detach();
         let closed = super::close_on(&self.workers, self.device.disk());
+        if let Err(error) = closed {
+            let disk = match error {
+                CloseError::Disk(error) => DetachedDisk::unclean(info, error),
+                CloseError::Worker(_) => DetachedDisk::new(info),
+            };
+            self.device.set_disk(Arc::new(disk));
+            image.set_place(Place::Unclean);
+            self.worker_gone |= matches!(error, CloseError::Worker(_));
+            tracing::error!(
+                event = "image-kept",
+                disk = image.name(),
+                error = &error as &dyn std::error::Error,
+                "the image was not closed cleanly, and stays locked: its guest migrates, and would not notice elsewhere that what \
+                 it wrote last may be lost; end this server to let it go on with the image as it is"
+            );
+            // The answer has no room for the reason.
+            return Err(MessageError::InvalidParam);
+        }
         self.device.set_disk(Arc::new(DetachedDisk::new(info)));
         image.owner().release();
-        image.set_away(true);
-        match closed {
-            Ok(()) => tracing::info!(
-                event = "image-released",
-                disk = image.name(),
-                "the guest migrates: another server may open the image"
-            ),
-            Err(error) => {
-                self.worker_gone |= matches!(error, super::CloseError::Worker(_));
-                tracing::error!(event = "image-released", disk = image.name(), %error, "the image was not closed cleanly");
-            }
-        }
+        image.set_place(Place::Away);
+        tracing::info!(
+            event = "image-released",
+            disk = image.name(),
+            "the guest migrates: another server may open the image"
+        );
+        Ok(())
     }
 
     /// Makes durable what was answered before.
     fn flush(&mut self) -> Result<()> {
-        let Some(worker) = self.workers.first().filter(|_| !self.is_image_away()) else {
+        let is_elsewhere = self.image.as_ref().is_some_and(|image| image.is_elsewhere());
+        let Some(worker) = self.workers.first().filter(|_| !is_elsewhere) else {
             return Ok(());
         };
         crate::blk::flush(worker, self.device.disk()).map_err(|error| {
@@ -345,12 +360,12 @@ fn fetch(image: Option<&Image>, device: &BlockDevice, channel: &ConfigChannel, w
         // Once for each time that it is tried.
         return false;
     }
-    match image.owner().open() {
+    match image.open() {
         Ok(disk) => {
             let shown = device.disk().info();
             let is_changed = shown.size_bytes != disk.info().size_bytes;
             device.set_disk(disk);
-            image.set_away(false);
+            image.set_place(Place::Here);
             tracing::info!(
                 event = "image-opened",
                 disk = image.name(),
@@ -477,7 +492,8 @@ impl VhostUserBackendReqHandlerMut for Backend {
             .map_err(|_| MessageError::InvalidParam)?;
         vring.forget_kick();
         let state = VhostUserVringState::new(index, vring.base().into());
-        self.release_if_migrating();
+        // A client that heeds it lets the guest go on here instead (QEMU from 10.1 on), or nowhere.
+        self.release_if_migrating()?;
         Ok(state)
     }
 

@@ -14,22 +14,23 @@
 //! If the migration fails, the queues are started again at the source, and the same happens there.
 //!
 //! Invariants: an image is released only when no queue runs, and before the client learns that its last queue has stopped, so that
-//! nothing runs elsewhere before. No queue runs while the image is away.
+//! nothing runs elsewhere before. No queue runs while the image is away. One that was not closed cleanly is not released: what the
+//! guest wrote last may be lost, and a FLUSH elsewhere would succeed nevertheless.
 
 use std::error::Error;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
+use parking_lot::Mutex;
 
 /// The owner of the image behind a disk: it can release the image, and open it again.
 pub trait ImageOwner: Send + Sync + fmt::Debug {
     /// Ends what else uses the disk. It is closed next.
     fn detach(&self);
 
-    /// Releases the image, with its lock: the disk was closed, and nobody uses it any more.
+    /// Releases the image, with its lock: the disk was closed cleanly, and nobody uses it any more.
     fn release(&self);
 
     /// Opens and locks the image.
@@ -49,7 +50,18 @@ pub(super) struct Image {
     /// The name of the disk, for logs.
     name: String,
     owner: Arc<dyn ImageOwner>,
-    is_away: AtomicBool,
+    place: Mutex<Place>,
+}
+
+/// Where an image is.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Place {
+    /// Open here.
+    Here,
+    /// Another server has it, or may have it.
+    Away,
+    /// It was not closed cleanly. It stays locked here, and is not used any more.
+    Unclean,
 }
 
 impl Image {
@@ -57,7 +69,7 @@ impl Image {
         Self {
             name,
             owner,
-            is_away: is_away.into(),
+            place: Mutex::new(if is_away { Place::Away } else { Place::Here }),
         }
     }
 
@@ -69,13 +81,37 @@ impl Image {
         &*self.owner
     }
 
-    /// Returns true if the disk is a [`DetachedDisk`] because the image was released, or not opened yet.
+    /// Returns true if the disk is a [`DetachedDisk`], because the image was closed, or not opened yet.
     pub(super) fn is_away(&self) -> bool {
-        self.is_away.load(Ordering::SeqCst)
+        *self.place.lock() != Place::Here
     }
 
-    pub(super) fn set_away(&self, is_away: bool) {
-        self.is_away.store(is_away, Ordering::SeqCst);
+    /// Returns true if another server has the image, or may have it.
+    pub(super) fn is_elsewhere(&self) -> bool {
+        *self.place.lock() == Place::Away
+    }
+
+    pub(super) fn set_place(&self, place: Place) {
+        *self.place.lock() = place;
+    }
+
+    /// Opens the image, unless it was not closed cleanly. It is here when the disk is shown, and [`Image::set_place`] says so.
+    ///
+    /// # Errors
+    ///
+    /// As of [`ImageOwner::open`].
+    pub(super) fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
+        if *self.place.lock() == Place::Unclean {
+            return Err(
+                "the image was not closed cleanly when its guest migrated, so that what was written last may be lost".into(),
+            );
+        }
+        self.owner.open()
+    }
+
+    /// Returns what the disk would look like, if another server may have the image.
+    pub(super) fn look(&self) -> Option<DiskInfo> {
+        self.is_elsewhere().then(|| self.owner.look()).flatten()
     }
 }
 
@@ -83,13 +119,21 @@ impl Image {
 #[derive(Debug)]
 pub struct DetachedDisk {
     info: DiskInfo,
+    /// What its image's end is told to have been.
+    closed: Result<(), IoError>,
 }
 
 impl DetachedDisk {
     /// A disk that shows `info`.
     #[must_use]
     pub fn new(info: DiskInfo) -> Self {
-        Self { info }
+        Self { info, closed: Ok(()) }
+    }
+
+    /// The same, of an image that was not closed cleanly: whoever closes the disk is told so, too.
+    pub(super) fn unclean(info: DiskInfo, error: IoError) -> Self {
+        let closed = Err(error);
+        Self { info, closed }
     }
 }
 
@@ -106,6 +150,6 @@ impl Disk for DetachedDisk {
     }
 
     fn close(self: Arc<Self>, _cx: &Context) -> LocalBoxFuture<'static, Result<(), IoError>> {
-        Box::pin(async { Ok(()) })
+        Box::pin(std::future::ready(self.closed))
     }
 }

@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use block::{Disk, DiskInfo};
+use block::{Disk, DiskInfo, IoError};
 use vhost::vhost_user::message::{VhostTransferStateDirection, VhostTransferStatePhase};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion};
@@ -311,6 +311,35 @@ fn log_must_have_a_bit_for_all_memory_and_may_be_missing() {
     let mut region = log.region();
     region.mmap_size += 1;
     assert!(client.frontend.set_log_base(0, Some(region)).is_err());
+}
+
+/// A FLUSH elsewhere would succeed, although what was written before it is lost.
+#[test]
+fn image_that_cannot_be_closed_goes_to_nobody() {
+    let shelf = Shelf::new();
+    let [first, second] = worlds(&shelf, 1);
+    let all = offered(&second);
+    let mut client = first.client(1);
+    begin_logging(&client, all, &Log::new(END));
+    assert_eq!(client.ask(0, OUT, 0, &[(DATA, 512, false)]), OK);
+    shelf.disk.fail_to_close(IoError::Host { errno: libc::EIO });
+    let base = client.drivers[0].used_index();
+    assert!(client.frontend.get_vring_base(0).is_err(), "the client is told");
+    assert_eq!(shelf.holder(), 1);
+    // Neither there nor here.
+    for world in [&second, &first] {
+        let mut moved = migrate(&client, &[base], world);
+        moved.submit(0, FLUSH, 0, &[]);
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        assert_eq!(moved.drivers[0].used_index(), base, "it waits");
+        assert_eq!(shelf.holder(), 1);
+    }
+    // Whoever ends the server is told again.
+    let error = first.end().expect_err("it was not closed");
+    assert!(matches!(
+        error,
+        super::CloseError::Disk(IoError::Host { errno: libc::EIO })
+    ));
 }
 
 #[test]

@@ -392,8 +392,7 @@ impl VhostUserServer {
 
     /// Shows the image that another server has as it is now.
     fn look_at_image(&self) {
-        let image = self.image.as_ref().filter(|image| image.is_away());
-        if let Some(info) = image.and_then(|image| image.owner().look()) {
+        if let Some(info) = self.image.as_ref().and_then(|image| image.look()) {
             self.device.set_disk(Arc::new(DetachedDisk::new(info)));
         }
     }

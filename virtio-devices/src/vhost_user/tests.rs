@@ -40,7 +40,8 @@ pub(super) struct World {
     pub(super) path: PathBuf,
     pub(super) channel: ConfigChannel,
     stop: StopToken,
-    thread: Option<JoinHandle<Result<(), ServeError>>>,
+    /// How its disk was closed, if it served to the end.
+    thread: Option<JoinHandle<Result<Result<(), CloseError>, ServeError>>>,
 }
 
 impl World {
@@ -97,8 +98,7 @@ impl World {
         let channel = server.config_channel().clone();
         let thread = std::thread::spawn(move || {
             server.serve(&listener, &token)?;
-            server.close().expect("a clean close");
-            Ok(())
+            Ok(server.close())
         });
         Self {
             _directory: directory,
@@ -113,10 +113,15 @@ impl World {
         Client::connect(&self.path, queues)
     }
 
-    fn stop(mut self) {
+    fn stop(self) {
+        self.end().expect("a clean close");
+    }
+
+    /// Stops the server. Returns how its disk was closed.
+    pub(super) fn end(mut self) -> Result<(), CloseError> {
         self.stop.stop();
         let thread = self.thread.take().expect("a thread");
-        thread.join().expect("no panic").expect("no failure");
+        thread.join().expect("no panic").expect("no failure")
     }
 }
 
@@ -126,7 +131,10 @@ impl Drop for World {
             self.stop.stop();
             let result = thread.join();
             if !std::thread::panicking() {
-                result.expect("no panic").expect("no failure");
+                result
+                    .expect("no panic")
+                    .expect("no failure")
+                    .expect("a clean close");
             }
         }
     }

@@ -181,14 +181,19 @@ impl Client {
 
     /// Migrates the guest to the client of another server, at `path`: its queue is stopped here, and goes on there.
     pub(crate) fn migrate(&mut self, path: &Path) {
-        self.begin_migration();
-        let frontend = self.frontend.take().expect("a connection");
-        frontend.get_vring_base(0).expect("GET_VRING_BASE");
+        assert!(self.leave(), "GET_VRING_BASE");
         self.take_answers();
         assert_eq!(self.in_flight(), 0, "a queue stops by draining");
         self.connect(path);
         // The kick may have been for requests that the other server answered.
         self.kick.write(1).expect("a kick");
+    }
+
+    /// Stops the queue of a guest that migrates, and disconnects. Returns whether the server let it go.
+    pub(crate) fn leave(&mut self) -> bool {
+        self.begin_migration();
+        let frontend = self.frontend.take().expect("a connection");
+        frontend.get_vring_base(0).is_ok()
     }
 
     /// Returns true if the server still answers messages.

@@ -215,6 +215,37 @@ fn sandboxed_stop_ends_space_waits_and_keeps_flushed_data() {
     }
 }
 
+/// A server at the destination would know nothing of what is lost, and answer a FLUSH that it is durable.
+#[test]
+fn image_that_cannot_be_closed_stays_locked_when_its_guest_migrates() {
+    let test = "space::image_that_cannot_be_closed_stays_locked_when_its_guest_migrates";
+    let Some(folder) = place(test) else { return };
+    let (mut scene, server) = Scene::new(&folder, Kind::Qcow2, "report");
+    scene.ask(Ask::Write(11), 0);
+    scene.client.drain();
+    fill(&folder);
+    assert!(!scene.client.leave(), "the client is told");
+    std::fs::remove_file(folder.join("filler")).expect("the filler");
+    let disk = format!("path={},poll_us=0", scene.image.display());
+    let second = scene.world.serve_at("second", &disk, &["--incoming"]);
+    scene.client.connect(&scene.world.path("second"));
+    scene.ask(Ask::Flush, 0);
+    let until = Instant::now() + Duration::from_millis(300);
+    while Instant::now() < until {
+        scene.client.take_answers();
+        assert_eq!(scene.client.in_flight(), 1, "it does not wait");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // Whoever knows of it lets the guest go on.
+    assert_eq!(server.stop(), Some(1), "{}", scene.world.log());
+    let log = scene.world.log();
+    assert!(log.contains("not closed cleanly, and stays locked"), "{log}");
+    scene.client.drain();
+    assert_eq!(second.stop(), Some(0), "{}", scene.world.log());
+    let image = scene.image.to_str().expect("UTF-8");
+    scene.world.assert_image_sound(image, true);
+}
+
 /// A guest whose overlay has no space is told so, and goes on when there is some.
 #[test]
 fn write_that_the_overlay_has_no_space_for_fails_and_is_repeated() {
