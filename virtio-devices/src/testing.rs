@@ -105,7 +105,7 @@ struct Shared {
     closed: Monitor<bool>,
     /// Requests from this offset on fail.
     failing: Mutex<Option<(u64, IoError)>>,
-    /// How it is closed.
+    /// The result of its close.
     closing: Mutex<Result<(), IoError>>,
 }
 

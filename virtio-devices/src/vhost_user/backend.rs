@@ -492,7 +492,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
             .map_err(|_| MessageError::InvalidParam)?;
         vring.forget_kick();
         let state = VhostUserVringState::new(index, vring.base().into());
-        // A client that heeds it lets the guest go on here instead (QEMU from 10.1 on), or nowhere.
+        // A client that heeds the failure ends the migration. The guest of another one waits at the destination.
         self.release_if_migrating()?;
         Ok(state)
     }

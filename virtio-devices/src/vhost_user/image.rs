@@ -53,7 +53,7 @@ pub(super) struct Image {
     place: Mutex<Place>,
 }
 
-/// Where an image is.
+/// The place of an image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Place {
     /// Open here.
@@ -119,7 +119,7 @@ impl Image {
 #[derive(Debug)]
 pub struct DetachedDisk {
     info: DiskInfo,
-    /// What its image's end is told to have been.
+    /// The result of a close: that of the image, which was closed before.
     closed: Result<(), IoError>,
 }
 

@@ -40,7 +40,7 @@ pub(super) struct World {
     pub(super) path: PathBuf,
     pub(super) channel: ConfigChannel,
     stop: StopToken,
-    /// How its disk was closed, if it served to the end.
+    /// The result of the disk's close, if it served to the end.
     thread: Option<JoinHandle<Result<Result<(), CloseError>, ServeError>>>,
 }
 
