@@ -340,7 +340,7 @@ fn inside(
         bytes: DISK_BYTES + if place.on_disk { IMAGES_BYTES } else { 0 },
         script: &script,
         patience: PATIENCE,
-        size: Size::default(),
+        size: Size::of_cpus(2),
     };
     said::run(place.row, &nested)
 }

@@ -25,6 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(1500);
 const SIZE: Size = Size {
     possible_cpus: 24,
     memory_mib: 6144,
+    ..Size::of_cpus(2)
 };
 
 /// The script of the guest.

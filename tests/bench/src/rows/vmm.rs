@@ -161,7 +161,7 @@ fn outer(
         bytes: DISK_BYTES,
         script: &script,
         patience: PATIENCE,
-        size: Size::default(),
+        size: Size::of_cpus(2),
     };
     said::run(row, &nested)
 }
