@@ -43,6 +43,8 @@ impl ImageOwner for Owner {
 
     fn release(&self) {}
 
+    fn keep(&self) {}
+
     fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
         match self.0.fetch_add(1, Ordering::Relaxed) % 3 {
             0 => Err("somebody else has it".into()),

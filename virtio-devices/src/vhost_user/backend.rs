@@ -315,6 +315,7 @@ impl Backend {
                 CloseError::Worker(_) => DetachedDisk::new(info),
             };
             self.device.set_disk(Arc::new(disk));
+            image.owner().keep();
             image.set_place(Place::Unclean);
             self.worker_gone |= matches!(error, CloseError::Worker(_));
             tracing::error!(

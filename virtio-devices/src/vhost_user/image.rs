@@ -33,6 +33,9 @@ pub trait ImageOwner: Send + Sync + fmt::Debug {
     /// Releases the image, with its lock: the disk was closed cleanly, and nobody uses it any more.
     fn release(&self);
 
+    /// Learns that the disk was not closed cleanly: the image stays locked until this server ends, and nobody opens it before.
+    fn keep(&self);
+
     /// Opens and locks the image.
     ///
     /// # Errors

@@ -68,6 +68,10 @@ impl ImageOwner for Owner {
         assert_eq!(released, self.number, "who releases it has it");
     }
 
+    fn keep(&self) {
+        assert_eq!(self.shelf.holder(), self.number, "who keeps it has it");
+    }
+
     fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
         let holder = &self.shelf.holder;
         match holder.compare_exchange(0, self.number, Ordering::SeqCst, Ordering::SeqCst) {

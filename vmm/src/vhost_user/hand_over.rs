@@ -93,11 +93,10 @@ fn obstacle(served: &[Arc<Served>]) -> Option<String> {
             "its disk {name} has overlay=temporary, which ends with its process"
         ));
     }
-    let away = served.iter().find(|disk| disk.image.is_away())?;
-    Some(format!(
-        "the image of its disk {} is with another server, as its guest is",
-        away.name
-    ))
+    served.iter().find_map(|disk| {
+        let obstacle = disk.image.obstacle()?;
+        Some(format!("the image of its disk {} {obstacle}", disk.name))
+    })
 }
 
 /// The sockets of these disks, by absolute paths.

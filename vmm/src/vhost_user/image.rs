@@ -37,6 +37,8 @@ struct State {
     opened: Option<OpenedDisk>,
     /// True if it is closed because a guest has migrated, or has yet to come.
     is_away: bool,
+    /// True if it was not closed cleanly when its guest migrated. It stays locked.
+    is_kept: bool,
 }
 
 /// An image, before its disk is served.
@@ -126,6 +128,7 @@ impl ServedImage {
                 opening,
                 opened,
                 is_away,
+                is_kept: false,
             }),
         })
     }
@@ -148,6 +151,18 @@ impl ServedImage {
     /// Returns true if the image is closed because another server has it, or may have it.
     pub(super) fn is_away(&self) -> bool {
         self.state.lock().is_away
+    }
+
+    /// Returns the reason why the image can be neither opened anew nor handed over now, if there is one.
+    pub(super) fn obstacle(&self) -> Option<&'static str> {
+        let state = self.state.lock();
+        if state.is_kept {
+            Some("was not closed cleanly when its guest migrated, and stays locked until this server ends")
+        } else if state.is_away {
+            Some("is with another server, as its guest is")
+        } else {
+            None
+        }
     }
 
     /// Returns the files that the open image is made of.
@@ -250,6 +265,10 @@ impl ImageOwner for ServedImage {
                 "the image is still in use, and locked; its guest cannot run elsewhere before that ends"
             );
         }
+    }
+
+    fn keep(&self) {
+        self.state.lock().is_kept = true;
     }
 
     fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {

@@ -165,9 +165,11 @@ impl Roster {
                 format!("disk {name} cannot change while it is served: {problem}"),
             ));
         }
-        if served.image.is_away() {
-            let problem = "its image is with another server, as its guest is";
-            return Err(wrong(key, format!("disk {name} cannot change now: {problem}")));
+        if let Some(obstacle) = served.image.obstacle() {
+            return Err(wrong(
+                key,
+                format!("disk {name} cannot change now: its image {obstacle}"),
+            ));
         }
         rehearse()?;
         plan.change.push((Change::Opening, disk.config.clone()));

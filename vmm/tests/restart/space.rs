@@ -236,6 +236,10 @@ fn image_that_cannot_be_closed_stays_locked_when_its_guest_migrates() {
         assert_eq!(scene.client.in_flight(), 1, "it does not wait");
         std::thread::sleep(Duration::from_millis(1));
     }
+    let heir = scene.world.serve_at("socket", &disk, &["--takeover"]);
+    assert_eq!(heir.wait(), Some(1), "it is not handed over either");
+    let log = scene.world.log();
+    assert!(log.contains("stays locked until this server ends"), "{log}");
     // Whoever knows of it lets the guest go on.
     assert_eq!(server.stop(), Some(1), "{}", scene.world.log());
     let log = scene.world.log();
