@@ -218,10 +218,10 @@ impl Size {
 }
 
 impl Default for Size {
-    /// One CPU, whatever the machine in it has. With two emulated CPUs QEMU 10.0 fails in two of three runs of `make demo` on a slow
-    /// host with two CPUs: an interrupt that KVM injects is delivered once more in the middle of other code (`VMRUN` leaves its vector
-    /// in `exception_index`, and the next kick by another thread takes it for an exception), and after an exit the nested page tables
-    /// stay in use (`HF2_NPT_MASK`). With one CPU neither was seen in 5 runs.
+    /// One CPU, whatever the machine in it has. With two, QEMU 10.0 failed 8 of 11 times in the nested test of the demo, on a slow host
+    /// with two CPUs: an interrupt that KVM injects is delivered once more in the middle of other code (`VMRUN` leaves its vector in
+    /// `exception_index`, and the next kick by another thread takes it for an exception), or the nested page tables stay in use after
+    /// an exit (`HF2_NPT_MASK`). With one CPU it failed in none of 6 runs.
     fn default() -> Self {
         Self::of_cpus(1)
     }
