@@ -338,6 +338,26 @@ impl L2Entry {
         })
     }
 
+    /// Returns the host cluster of an extended entry whose subclusters from `first` to `last` have data, and whether its refcount is
+    /// exactly one. `None` of any other entry, a wrong one among them: [`Self::decode`] says what that is.
+    #[inline]
+    pub(crate) const fn data_in(
+        self,
+        first: u32,
+        last: u32,
+        geometry: &Geometry,
+    ) -> Option<(HostOffset, bool)> {
+        if !self.bitmap.is_data(first, last) || self.is_compressed() {
+            return None;
+        }
+        match self.offset(geometry) {
+            Ok(offset) if offset != 0 || self.is_first_in_data_file(geometry) => {
+                Some((HostOffset::new(offset), self.is_copied()))
+            }
+            _ => None,
+        }
+    }
+
     /// Returns true if an entry whose offset is 0 refers to the first cluster of the data file.
     #[inline]
     const fn is_first_in_data_file(self, geometry: &Geometry) -> bool {
@@ -489,6 +509,15 @@ impl<'a> L2Table<'a> {
             .bytes
             .get(index.wrapping_shl(L2EntryWidth::Standard.bits())..);
         bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, L2EntryWidth::Standard))
+    }
+
+    /// Returns entry `index` as [`Self::get`] does, of a table that is known to be one of an image with subclusters.
+    #[inline]
+    pub(crate) fn get_extended(&self, index: usize) -> L2Entry {
+        let bytes = self
+            .bytes
+            .get(index.wrapping_shl(L2EntryWidth::Extended.bits())..);
+        bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, L2EntryWidth::Extended))
     }
 
     /// Returns the entries in order.

@@ -101,6 +101,15 @@ impl SubclusterBitmap {
         if end < SUBCLUSTERS { end } else { SUBCLUSTERS }
     }
 
+    /// Returns true if the subclusters from `first` to `last`, both below [`SUBCLUSTERS`], have data, and no subcluster is marked both
+    /// allocated and zero.
+    #[inline]
+    pub const fn is_data(self, first: u32, last: u32) -> bool {
+        let bits = u32::MAX.wrapping_shl(first)
+            & u32::MAX.wrapping_shr(SUBCLUSTERS.wrapping_sub(1).wrapping_sub(last));
+        self.data() & bits == bits && self.data() & self.zeros() == 0
+    }
+
     /// Returns the first to the last subcluster with data, as a range that may have others between them.
     #[inline]
     pub fn data_range(self) -> Range<u32> {

@@ -61,8 +61,13 @@ impl Metadata {
         };
         let entries = L2Table::new(bytes, geometry);
         let first = self.index_in_slice(cluster);
+        let within = geometry.offset_in_cluster(offset.bytes());
         if geometry.has_subclusters() {
-            let found = self.lookup_subclusters(entries, first, offset, len, table.copied && checked);
+            let (entry, owns) = (entries.get_extended(first), table.copied && checked);
+            if let Some(extent) = self.data_of_one_cluster(entry, within, len, owns) {
+                return Lookup::Found { extent, len };
+            }
+            let found = self.lookup_subclusters(entries, first, offset, len, owns);
             // Of another type, or the result of every lookup would pass through memory.
             return match found {
                 Ok((extent, len)) => Lookup::Found { extent, len },
@@ -75,7 +80,6 @@ impl Metadata {
             Err(_) if entry == L2Entry::REFUSED => return Lookup::Refused,
             Err(error) => return Lookup::Corrupt(error),
         };
-        let within = geometry.offset_in_cluster(offset.bytes());
         let extent = match mapping {
             L2Mapping::Unallocated => Extent::Unallocated,
             L2Mapping::Zero { .. } => Extent::Zero,
@@ -123,6 +127,24 @@ impl Metadata {
             extent,
             len: found.min(len),
         }
+    }
+
+    /// Returns the content of the `len` bytes from `within` on in the cluster of an extended entry, if all have data and none is beyond
+    /// the cluster: most requests are for such, and find them as soon as without subclusters.
+    #[inline]
+    fn data_of_one_cluster(&self, entry: L2Entry, within: u64, len: u64, owns: bool) -> Option<Extent> {
+        let geometry = &self.geometry;
+        let end = within.checked_add(len)?;
+        let last = end.checked_sub(1)?;
+        if end > geometry.cluster_size() {
+            return None;
+        }
+        let [first, last] = [within, last].map(|byte| geometry.subcluster_index(byte));
+        let (host, copied) = entry.data_in(first, last, geometry)?;
+        (!self.is_past_end(host)).then_some(Extent::Data {
+            at: host + within,
+            owned: copied && owns,
+        })
     }
 
     /// Returns the content of the guest bytes from `offset` on as [`Metadata::lookup`] does. Entry `first` of `entries`
@@ -284,8 +306,18 @@ fn unallocated(offset: GuestOffset, len: u64, span: u64) -> Lookup {
 mod tests {
     use super::super::Growth;
     use super::super::plan::Action;
-    use super::super::testing::{CLUSTER, metadata};
+    use super::super::testing::{CLUSTER, metadata, metadata_of};
     use super::*;
+    use crate::format::{L1Entry, L2EntryWidth, L2TableRef, SubclusterBitmap};
+    use proptest::prelude::*;
+
+    /// The flags of an L2 entry.
+    const COPIED: u64 = 1 << 63;
+    const COMPRESSED: u64 = 1 << 62;
+    const ZERO: u64 = 1;
+    /// A cluster in the file, and one past its end.
+    const HERE: u64 = 2 * CLUSTER;
+    const BEYOND: u64 = 9 * CLUSTER;
 
     /// An image whose first clusters lie one behind the other, and are the image's alone or not.
     fn mapped(copied: [bool; 4]) -> Metadata {
@@ -316,6 +348,33 @@ mod tests {
                 len,
             } => (owned, len / CLUSTER),
             other => panic!("{other:?}"),
+        }
+    }
+
+    proptest! {
+        /// Method: bytes of one cluster are found as those of any number of them.
+        #[test]
+        fn data_of_one_cluster_is_what_a_lookup_of_many_finds(
+            bitmap in prop_oneof![any::<u64>(), any::<u32>().prop_map(u64::from), Just(u64::from(u32::MAX))],
+            descriptor in prop_oneof![
+                Just(0), Just(HERE), Just(HERE | COPIED), Just(HERE | ZERO), Just(HERE | COMPRESSED), Just(HERE + 512),
+                Just(BEYOND | COPIED), any::<u64>(),
+            ],
+            within in 0..CLUSTER,
+            len in prop_oneof![0..3 * CLUSTER, 0..8192u64],
+        ) {
+            let mut metadata = metadata_of(L2EntryWidth::Extended);
+            metadata.l1[0] = L1Entry::encode(L2TableRef { host: HostOffset::new(CLUSTER), copied: true });
+            metadata.l2.insert(0, vec![0; 4096].into(), false);
+            let entry = L2Entry::from_raw(descriptor).with_bitmap(SubclusterBitmap::from_raw(bitmap));
+            let bytes = metadata.l2.get_mut(0).expect("it was inserted");
+            let geometry = metadata.geometry;
+            (0..2).for_each(|index| L2TableMut::new(bytes, &geometry).set(index, entry));
+            let (bytes, checked) = metadata.l2.get_with_state(0).expect("it was inserted");
+            let entries = L2Table::new(bytes, &geometry);
+            let slowly = metadata.lookup_subclusters(entries, 0, GuestOffset::new(within), len, checked);
+            let slowly = slowly.map_or_else(|lookup| *lookup, |(extent, len)| Lookup::Found { extent, len });
+            prop_assert_eq!(metadata.lookup(GuestOffset::new(within), len), slowly);
         }
     }
 

@@ -2,14 +2,20 @@
 
 use super::refcounts::NO_LIMIT;
 use super::*;
-use crate::format::{ClusterBits, HostCluster, RefcountOrder, RefcountTableEntry, Version};
+use crate::format::{ClusterBits, HostCluster, L2EntryWidth, RefcountOrder, RefcountTableEntry, Version};
 
 /// The cluster size in bytes.
 pub(super) const CLUSTER: u64 = 1 << 16;
 
 /// An empty image of 1 GiB: header, refcount table, refcount block.
 pub(super) fn metadata() -> Metadata {
-    let geometry = Geometry::new(Version::V3, ClusterBits::DEFAULT, RefcountOrder::DEFAULT, 1 << 30);
+    metadata_of(L2EntryWidth::Standard)
+}
+
+/// The same with L2 entries of this width.
+pub(super) fn metadata_of(width: L2EntryWidth) -> Metadata {
+    let geometry = Geometry::new(Version::V3, ClusterBits::DEFAULT, RefcountOrder::DEFAULT, 1 << 30)
+        .with_l2_entry_width(width);
     let mut table = vec![RefcountTableEntry::UNALLOCATED; geometry.table_entries_per_cluster()];
     table[0] = RefcountTableEntry::encode(HostOffset::new(2 * CLUSTER));
     let place = TablePlace {
@@ -23,6 +29,6 @@ pub(super) fn metadata() -> Metadata {
             .set(HostCluster::new(cluster), 1)
             .expect("the slice is cached");
     }
-    let l1 = vec![L1Entry::UNALLOCATED; 2];
+    let l1 = vec![L1Entry::UNALLOCATED; ((1 << 30) / geometry.l2_table_span()) as usize];
     Metadata::new(geometry, l1, HostOffset::new(0), refcounts, 1 << 20, 0)
 }

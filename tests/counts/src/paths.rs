@@ -22,7 +22,7 @@ use crate::guest::{BATCH, Guest};
 const CLUSTER: u64 = 64 << 10;
 /// The size of each disk in bytes: one L2 table.
 const DISK: u64 = 8192 * CLUSTER;
-/// The bytes that a cached slice of an L2 table maps.
+/// The bytes that a cached slice of an L2 table maps; of one with extended entries half of them.
 const SLICE: u64 = 512 * CLUSTER;
 
 /// A hot path.
@@ -57,12 +57,18 @@ const fn path(
 }
 
 /// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
-pub(crate) const PATHS: [Path; 13] = [
+pub(crate) const PATHS: [Path; 15] = [
     path("lookup", 248.0, MANY, lookup),
     path("cached-read", 1115.0, MANY, cached_read),
+    path("cached-read-subclusters", 1130.0, MANY, || {
+        requests(Opened::with_subclusters(), Op::Read, scattered())
+    }),
     path("cached-read-below", 1350.0, MANY, || cached_read_below(1)),
     path("cached-read-chain-32", 1305.0, MANY, || cached_read_below(32)),
     path("cached-write", 1145.0, MANY, cached_write),
+    path("cached-write-subclusters", 1160.0, MANY, || {
+        requests(Opened::with_subclusters(), Op::Write { fua: false }, scattered())
+    }),
     path("allocating-write", 8780.0, FEW, allocating_write),
     path("copy-on-write", 13020.0, FEW, copy_on_write),
     path("virtqueue-read", 2100.0, MANY, || virtqueue_read(false)),
@@ -129,6 +135,18 @@ impl Opened {
         opened
     }
 
+    /// Makes an image with extended L2 entries whose clusters are mapped, and opens it.
+    fn with_subclusters() -> Self {
+        let folder = folder();
+        let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+        let mut options = create_options(true, None);
+        options.extended_l2 = true;
+        make_as(&folder, &cx, "disk.qcow2", &options);
+        let opened = Self::open(folder, "disk.qcow2", false);
+        opened.warm(&cx);
+        opened
+    }
+
     /// Makes an empty image above so many others, which have the clusters of the first slice in turn, and opens it.
     fn above(images: u64) -> Self {
         let mut folder = folder();
@@ -177,13 +195,27 @@ impl Opened {
         run(cx, &*queue, Op::Write { fua: false }, DISK - CLUSTER, 4096);
         run(cx, &*queue, Op::Flush, 0, 0);
         (0..DISK)
-            .step_by(SLICE as usize)
+            .step_by(SLICE as usize / 2)
             .for_each(|offset| run(cx, &*queue, Op::Read, offset, 4096));
     }
 }
 
 /// Creates an image: with clusters that are `mapped` or not, above the image `below` or none.
 fn make(folder: &TempDir, cx: &Context, name: &str, mapped: bool, below: Option<&str>) {
+    make_as(folder, cx, name, &create_options(mapped, below));
+}
+
+fn create_options(mapped: bool, below: Option<&str>) -> CreateOptions {
+    let mut options = CreateOptions::new(DISK);
+    if mapped {
+        options.preallocation = Preallocation::Metadata;
+    }
+    options.backing_file = below.map(str::to_owned);
+    options.backing_format = below.map(|_| "qcow2".to_owned());
+    options
+}
+
+fn make_as(folder: &TempDir, cx: &Context, name: &str, options: &CreateOptions) {
     let path = folder.path().join(name);
     drop(std::fs::File::create(&path).expect("a file"));
     let write = FileOptions {
@@ -194,13 +226,7 @@ fn make(folder: &TempDir, cx: &Context, name: &str, mapped: bool, below: Option<
         .expect("the file")
         .view(cx)
         .expect("a view");
-    let mut options = CreateOptions::new(DISK);
-    if mapped {
-        options.preallocation = Preallocation::Metadata;
-    }
-    options.backing_file = below.map(str::to_owned);
-    options.backing_format = below.map(|_| "qcow2".to_owned());
-    let created = cx.block_on(create(&view, &options)).expect("the ring turns");
+    let created = cx.block_on(create(&view, options)).expect("the ring turns");
     created.expect("an image");
 }
 
