@@ -161,7 +161,7 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     if let Some(offer) = &mut offer {
         let coming = come_one_by_one.then_some(coming);
         let takes_control = control.as_ref().is_some_and(|control| control.is_adopted);
-        let come = take_over(
+        let taken_over = take_over(
             offer,
             &roster,
             &orders,
@@ -170,10 +170,10 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
             stop,
             pid_file.as_mut(),
         )?;
-        let Some(come) = come else {
+        let Some(taken_over) = taken_over else {
             return Ok(EXIT_OK);
         };
-        ahead = come.ahead;
+        ahead = taken_over.ahead;
         let (count, ms) = (roster.served().len(), began.elapsed().as_secs_f64() * 1000.0);
         let disks = if count == 1 { "disk" } else { "disks" };
         // Guests are served as well if nobody reads this.

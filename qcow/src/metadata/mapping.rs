@@ -134,9 +134,8 @@ impl Metadata {
     #[inline]
     fn data_of_one_cluster(&self, entry: L2Entry, within: u64, len: u64, owns: bool) -> Option<Extent> {
         let geometry = &self.geometry;
-        let end = within.checked_add(len)?;
-        let last = end.checked_sub(1)?;
-        if end > geometry.cluster_size() {
+        let last = within.checked_add(len.checked_sub(1)?)?;
+        if last >= geometry.cluster_size() {
             return None;
         }
         let [first, last] = [within, last].map(|byte| geometry.subcluster_index(byte));
@@ -360,8 +359,8 @@ mod tests {
                 Just(0), Just(HERE), Just(HERE | COPIED), Just(HERE | ZERO), Just(HERE | COMPRESSED), Just(HERE + 512),
                 Just(BEYOND | COPIED), any::<u64>(),
             ],
-            within in 0..CLUSTER,
-            len in prop_oneof![0..3 * CLUSTER, 0..8192u64],
+            within in prop_oneof![0..CLUSTER, (0..32u64).prop_map(|index| index * CLUSTER / 32)],
+            len in prop_oneof![Just(0), 0..3 * CLUSTER, 0..8192u64],
         ) {
             let mut metadata = metadata_of(L2EntryWidth::Extended);
             metadata.l1[0] = L1Entry::encode(L2TableRef { host: HostOffset::new(CLUSTER), copied: true });

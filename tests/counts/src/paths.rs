@@ -60,13 +60,13 @@ const fn path(
 pub(crate) const PATHS: [Path; 15] = [
     path("lookup", 248.0, MANY, lookup),
     path("cached-read", 1115.0, MANY, cached_read),
-    path("cached-read-subclusters", 1130.0, MANY, || {
+    path("cached-read-subclusters", 1140.0, MANY, || {
         requests(Opened::with_subclusters(), Op::Read, scattered())
     }),
     path("cached-read-below", 1350.0, MANY, || cached_read_below(1)),
     path("cached-read-chain-32", 1305.0, MANY, || cached_read_below(32)),
     path("cached-write", 1145.0, MANY, cached_write),
-    path("cached-write-subclusters", 1160.0, MANY, || {
+    path("cached-write-subclusters", 1172.0, MANY, || {
         requests(Opened::with_subclusters(), Op::Write { fua: false }, scattered())
     }),
     path("allocating-write", 8780.0, FEW, allocating_write),

@@ -148,9 +148,9 @@ pub(super) fn confine_files(
     sandbox::restrict_files(&allowed).map_err(failed)
 }
 
-/// All disks of an old server, which have come.
-pub(super) struct Come {
-    /// Whoever serves them already, if they came one by one.
+/// A takeover that is through: all disks of the old server are here.
+pub(super) struct TakenOver {
+    /// The thread that serves them already, if they came one by one.
     pub(super) ahead: Option<Ahead>,
 }
 
@@ -168,7 +168,7 @@ pub(super) fn take_over(
     takes_control: bool,
     stop: &StopToken,
     mut pid_file: Option<&mut PidFile>,
-) -> Result<Option<Come>, CommandFailure> {
+) -> Result<Option<TakenOver>, CommandFailure> {
     let manager = &roster.setup.manager;
     // Before the old one ends, so that its end is not taken for that of the service.
     let mut tell = || {
@@ -193,7 +193,7 @@ pub(super) fn take_over(
         accept(offer, &roster.served(), takes_control).map(|()| true)
     };
     if matches!(accepted, Ok(true)) {
-        return Ok(Some(Come { ahead }));
+        return Ok(Some(TakenOver { ahead }));
     }
     offer.pid().iter().for_each(|&pid| manager.main(pid));
     if let Some(ahead) = ahead {
