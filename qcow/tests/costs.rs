@@ -102,14 +102,25 @@ impl Bench {
     }
 
     fn ask(&self, op: Op, offset: u64, len: u64) {
-        let buffer = match op {
-            Op::Read | Op::Write { .. } => AlignedBuf::from_slice(&vec![7; len as usize]).into(),
-            _ => Buffer::default(),
+        self.ask_together(op, &[offset], len);
+    }
+
+    /// Submits requests at once, and waits for all answers.
+    fn ask_together(&self, op: Op, offsets: &[u64], len: u64) {
+        let submit = |offset: &u64| {
+            let buffer = match op {
+                Op::Read | Op::Write { .. } => AlignedBuf::from_slice(&vec![7; len as usize]).into(),
+                _ => Buffer::default(),
+            };
+            let (request, answer) = Request::local(op, *offset, len, buffer);
+            self.queue.submit(request);
+            answer
         };
-        let (request, answer) = Request::local(op, offset, len, buffer);
-        self.queue.submit(request);
-        let done = self.cx.block_on(answer).expect("nothing waits for ever");
-        done.result.expect("a request without faults");
+        let answers: Vec<_> = offsets.iter().map(submit).collect();
+        for answer in answers {
+            let done = self.cx.block_on(answer).expect("nothing waits for ever");
+            done.result.expect("a request without faults");
+        }
     }
 
     fn grow(&self, bytes: u64) {
@@ -584,8 +595,8 @@ fn cluster_is_freed_when_requested_and_allowed() {
     }
 }
 
-/// The first write in place of 4 MiB stores the bits of that region: a write of 4 KiB and a sync more. Others there cost nothing,
-/// nor do bits that a FLUSH stores before its own sync, but for one write.
+/// The first write in place of 4 MiB stores the bits of that region: a write of 4 KiB and a sync more, which such writes share. Others
+/// there cost nothing, nor do bits that a FLUSH stores before its own sync, but for one write.
 #[test]
 fn durable_bitmap_costs_one_sync_per_region_that_is_written_in_place() {
     let shape = CreateOptions {
@@ -593,7 +604,8 @@ fn durable_bitmap_costs_one_sync_per_region_that_is_written_in_place() {
         ..CreateOptions::new(64 << 20)
     };
     let bench = Bench::made(shape, None, Alignment::NONE, None);
-    for at in [0, CLUSTER, 2 << 20, 8 << 20] {
+    let mapped = [0, CLUSTER, 2 << 20, 8 << 20, 12 << 20, 16 << 20, 20 << 20];
+    for at in mapped {
         bench.ask(WRITE, at, CLUSTER);
     }
     let add = BitmapChange::Add {
@@ -609,15 +621,24 @@ fn durable_bitmap_costs_one_sync_per_region_that_is_written_in_place() {
     // The tables are cached, and the bitmap is made durable.
     bench.ask(WRITE, 32 << 20, CLUSTER);
     bench.ask(Op::Flush, 0, 0);
-    bench.ask(Op::Read, 0, 2 * CLUSTER);
-    bench.ask(Op::Read, 2 << 20, CLUSTER);
-    bench.ask(Op::Read, 8 << 20, CLUSTER);
+    for at in mapped {
+        bench.ask(Op::Read, at, CLUSTER);
+    }
     let write = |at| bench.costs(|| bench.ask(WRITE, at, CLUSTER));
     assert_eq!(write(0), [op("write", 1), op("sync", 0), op("write", 1)]);
     for at in [0, CLUSTER, 2 << 20] {
         assert_eq!(write(at), [op("write", 1)], "in the region");
     }
     assert_eq!(write(8 << 20), [op("write", 1), op("sync", 0), op("write", 1)]);
+    let together = bench.costs(|| bench.ask_together(WRITE, &[12 << 20, 16 << 20, 20 << 20], CLUSTER));
+    let expected = [
+        ("write", 1),
+        ("sync", 0),
+        ("write", 1),
+        ("write", 1),
+        ("write", 1),
+    ];
+    assert_eq!(together, expected.map(|(kind, clusters)| op(kind, clusters)));
     let flush = || bench.costs(|| bench.ask(Op::Flush, 0, 0));
     assert_eq!(flush(), [op("sync", 0)], "nothing is left to store");
     assert_eq!(

@@ -365,7 +365,7 @@ pub(super) async fn unblock(queue: &Rc<Queue>, blocked: Blocked) -> Result<(), I
             })
             .await
         }
-        Blocked::Unstored(bytes) => Box::pin(record::store(queue, bytes)).await,
+        Blocked::Unstored(bytes) => Box::pin(record::store(queue, std::iter::once(bytes))).await,
         // `space` catches it: the change is planned anew without its epoch guard.
         Blocked::Growth => Err(NO_SPACE),
         Blocked::InUse(cluster) => Err(corrupt::in_use(queue, cluster)),

@@ -33,6 +33,8 @@ pub(crate) struct Queue {
     epoch: EpochQueue,
     /// Clusters inflated a moment ago.
     pub(crate) inflated: RefCell<InflatedClusters>,
+    /// Writes in place whose bits are to be stored first.
+    pub(super) unstored: RefCell<Vec<Request>>,
 }
 
 impl Queue {
@@ -78,6 +80,7 @@ impl Queue {
             backing,
             epoch: shared.epochs.register(),
             inflated: RefCell::default(),
+            unstored: RefCell::default(),
         }))
     }
 }
@@ -115,7 +118,7 @@ impl DiskQueue for QcowQueue {
             (Way::Backing | Way::Task, _) => Err(request),
         };
         if let Err(request) = refused {
-            self.spawn(request);
+            wait(&self.0, request);
         }
     }
 
@@ -146,11 +149,28 @@ enum Way {
     Task,
 }
 
-impl QcowQueue {
-    /// Executes a request from a task. Kept out of the way of those that need none.
-    #[inline(never)]
-    fn spawn(&self, request: Request) {
-        self.0.cx.spawn(execute(Rc::clone(&self.0), request));
+/// Executes a request that may wait. Kept out of the way of those that do not.
+#[inline(never)]
+fn wait(queue: &Rc<Queue>, request: Request) {
+    match record::lacks_only_bits(queue, &request) {
+        true => record::submit_once_stored(queue, request),
+        false => spawn(queue, request),
+    }
+}
+
+/// Executes a request from a task.
+fn spawn(queue: &Rc<Queue>, request: Request) {
+    queue.cx.spawn(execute(Rc::clone(queue), request));
+}
+
+/// Submits a write that has waited, as one op if it may be one.
+pub(super) fn submit_recorded(queue: &Rc<Queue>, request: Request) {
+    let refused = match queue.overwritten(&request) {
+        Some(at) => queue.data.submit(at, request),
+        None => Err(request),
+    };
+    if let Err(request) = refused {
+        spawn(queue, request);
     }
 }
 
@@ -228,6 +248,25 @@ impl Queue {
                 len,
             } if len == request.len && !self.shared.is_corrupt() => Way::Data(at),
             _ => Way::Task,
+        }
+    }
+}
+
+impl Queue {
+    /// Returns the place of the host bytes that a write overwrites, if that is all there is to do beside its record.
+    pub(super) fn overwritten(&self, request: &Request) -> Option<HostOffset> {
+        let is_plain = request.op == Op::Write { fua: false } && !self.shared.policy.persist_mappings;
+        if !is_plain || self.shared.is_corrupt() {
+            return None;
+        }
+        let offset = GuestOffset::new(request.offset);
+        let metadata = self.try_metadata()?;
+        match metadata.lookup(offset, request.len) {
+            Lookup::Found {
+                extent: Extent::Data { at, owned: true },
+                len,
+            } if len == request.len && !metadata.is_in_flight(offset, len) => Some(at),
+            _ => None,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Records of the guest's changes in persistent bitmaps, before each change, by every queue.
 //!
-//! A write whose clusters are mapped goes on without a task if its bits are set, and stored where that is required. Every other
-//! change gets here from its task.
+//! A write whose clusters are mapped goes on without a task if its bits are set, and stored where that is required; if only that lacks,
+//! it waits with others of its queue, in one task. Every other change gets here from its own.
 //!
 //! The stored bits of durable bitmaps have each change before a cut can expose it. A change in place may be on disk at any time after
 //! it began: its bits are stored first, by a round that requests share: the writes of chunks, and one sync. A write to fresh clusters
@@ -11,15 +11,18 @@
 //! - a request that has recorded its change holds an epoch guard, so that an operation that replaces the bitmaps waits for it;
 //! - chunks are written by one task at a time, until they are durable.
 
+use std::iter;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use block::canary::{Rule, broken};
 use block::sync::{ChangeOnDrop, Mutex};
 use block::{IoError, Op, Request};
 
 use super::announce::Duty;
 use super::flush::{Rounds, write_buffers};
+use super::queue::submit_recorded;
 use super::turn::Turns;
 use super::{Queue, announce, bitmaps, exclusive, zero};
 use crate::format::GuestOffset;
@@ -43,6 +46,50 @@ pub(super) fn is_recorded(queue: &Queue, request: &Request) -> bool {
         let bitmaps = metadata.bitmaps.as_ref();
         bitmaps.is_some_and(|bitmaps| bitmaps.mark(&bytes))
     })
+}
+
+/// Returns true if a write in place waits only for its bits to be stored. They are set.
+pub(super) fn lacks_only_bits(queue: &Queue, request: &Request) -> bool {
+    if !request.op.is_write()
+        || queue.shared.announcements.duty() != Duty::Record
+        || broken(Rule::BitsAfterData)
+    {
+        return false;
+    }
+    let bytes = request.offset..request.offset + request.len;
+    let lacks = queue.try_metadata().is_some_and(|metadata| {
+        let bitmaps = metadata.bitmaps.as_ref();
+        bitmaps.is_some_and(|bitmaps| bitmaps.lack(&bytes))
+    });
+    lacks && queue.overwritten(request).is_some()
+}
+
+/// Submits a write in place once its bits, which are set, are stored.
+#[inline(never)]
+pub(super) fn submit_once_stored(queue: &Rc<Queue>, request: Request) {
+    let waiting = {
+        let mut unstored = queue.unstored.borrow_mut();
+        unstored.push(request);
+        unstored.len()
+    };
+    // One task has all that arrive until it runs: a plan and a wake-up for each of them would cost more than the writes.
+    if waiting == 1 {
+        queue.cx.spawn(submit_all_once_stored(Rc::clone(queue)));
+    }
+}
+
+async fn submit_all_once_stored(queue: Rc<Queue>) {
+    let waiting = std::mem::take(&mut *queue.unstored.borrow_mut());
+    let bytes = waiting
+        .iter()
+        .map(|request| request.offset..request.offset + request.len);
+    let result = store(&queue, bytes).await;
+    for request in waiting {
+        match result {
+            Ok(()) => submit_recorded(&queue, request),
+            Err(error) => request.finish(Err(error)),
+        }
+    }
 }
 
 /// Announces and records the change that a request makes. May take its guard, and then gives it another.
@@ -78,7 +125,7 @@ pub(super) async fn change(queue: &Rc<Queue>, request: &mut Request) -> Result<(
             bitmaps.store_with_entries(&bytes);
             return Ok(());
         }
-        store(queue, bytes.clone()).await?;
+        store(queue, iter::once(bytes.clone())).await?;
     }
 }
 
@@ -92,11 +139,14 @@ fn changed_bytes(queue: &Queue, request: &Request) -> Range<u64> {
     bytes
 }
 
-/// Stores the bits of a recorded change in durable bitmaps, with those of other requests.
-pub(super) async fn store(queue: &Rc<Queue>, bytes: Range<u64>) -> Result<(), IoError> {
+/// Stores the bits of recorded changes in durable bitmaps, with those of other tasks.
+pub(super) async fn store(
+    queue: &Rc<Queue>,
+    changes: impl Iterator<Item = Range<u64>>,
+) -> Result<(), IoError> {
     let bitmaps = queue.metadata()?.bitmaps.clone();
     let Some(bitmaps) = bitmaps else { return Ok(()) };
-    bitmaps.want(&bytes);
+    bitmaps.want(changes);
     let round = async || {
         let Some(written) = write(queue).await? else {
             return Ok(());

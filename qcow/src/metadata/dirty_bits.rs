@@ -418,15 +418,17 @@ impl DirtyBitmaps {
         }
     }
 
-    /// Has the regions of these bytes marked by the next round, where bits are not stored.
-    pub(crate) fn want(&self, bytes: &Range<u64>) {
+    /// Has the regions of changes marked by the next round, where bits are not stored.
+    pub(crate) fn want(&self, changes: impl Iterator<Item = Range<u64>>) {
         let mut regions = self.regions.lock();
-        for (index, bitmap) in self.list.iter().enumerate() {
-            for (word, mask) in bitmap.words(bytes) {
-                let stored = bitmap.stored(word).map_or(0, |word| word.load(Ordering::SeqCst));
-                if stored & mask != mask {
-                    let word = word - word % bitmap.region_words();
-                    regions.wanted.insert(Region { bitmap: index, word });
+        for bytes in changes {
+            for (index, bitmap) in self.list.iter().enumerate() {
+                for (word, mask) in bitmap.words(&bytes) {
+                    let stored = bitmap.stored(word).map_or(0, |word| word.load(Ordering::SeqCst));
+                    if stored & mask != mask {
+                        let word = word - word % bitmap.region_words();
+                        regions.wanted.insert(Region { bitmap: index, word });
+                    }
                 }
             }
         }
@@ -624,7 +626,7 @@ mod tests {
         let bitmaps = durable(1000);
         assert!(!bitmaps.mark(&granule(70)));
         assert!(bitmaps.lack(&granule(70)) && !bitmaps.lack(&granule(71)));
-        bitmaps.want(&granule(70));
+        bitmaps.want([granule(70)].into_iter());
         let round = bitmaps.take_round(CLUSTER);
         assert!(bitmaps.need_round(), "until its sync");
         assert_eq!(round.len(), 1);
@@ -646,7 +648,7 @@ mod tests {
         for chunk in [0, 1, 3, 20] {
             bitmaps.mark(&at(chunk));
             if chunk != 1 {
-                bitmaps.want(&at(chunk));
+                bitmaps.want([at(chunk)].into_iter());
             }
         }
         let round = bitmaps.take_round(CLUSTER);
@@ -679,7 +681,7 @@ mod tests {
         let bitmaps = durable(regions * 64);
         for region in 0..regions {
             bitmaps.mark(&granule(region * 64 + 5));
-            bitmaps.want(&granule(region * 64 + 5));
+            bitmaps.want([granule(region * 64 + 5)].into_iter());
             let round = bitmaps.take_round(CLUSTER);
             if region + 1 == regions {
                 assert_eq!(round[0].words[0], 1 << 5, "closed");
