@@ -1,6 +1,6 @@
 //! Records of the guest's changes in persistent bitmaps, before each change, by every queue.
 //!
-//! A write whose clusters are mapped goes on without a task if its bits are set, and stored where that is required; if only that lacks,
+//! A write whose clusters are mapped goes on without a task if its bits are set, and stored where required; if only that is lacking,
 //! it waits with others of its queue, in one task. Every other change gets here from its own.
 //!
 //! The stored bits of durable bitmaps have each change before a cut can expose it. A change in place may be on disk at any time after
