@@ -19,6 +19,9 @@
 #   begun again: TEST, because WHY
 #
 # and more than two of these fail the run. Needs the release build of `ringdisk`.
+#
+# A test binary that prints nothing for ten minutes hangs: `timed.sh` says where, and ends it. A run that is ended from outside says what
+# had begun.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,6 +32,21 @@ steps=$logs/steps
 # The process groups that run beside this script, which go with it.
 beside=()
 trap 'for group in "${beside[@]}"; do kill -- -"$group" 2>/dev/null || true; done; rm -rf "$logs"' EXIT
+# What takes longer in all of the suite, with a slow machine and much beside it, is a test of three minutes.
+export HUNG_SECONDS=600
+parts=()
+trap 'unfinished; exit 143' HUP INT TERM
+
+# Says what the parts that have begun said last, if they have not ended.
+unfinished() {
+    local part
+    for part in "${parts[@]}"; do
+        [ ! -e "$logs/ended-$part" ] || continue
+        echo "!!! the tests of part '$part' had not ended; the end of what they said:"
+        grep -a 'has been running for over' "$logs/$part" | tail -n 10
+        tail -n 15 "$logs/$part"
+    done
+}
 
 # timed STEP COMMAND…: notes the step's seconds, and those of CPU that its processes took, whether or not it succeeds.
 timed() {
@@ -53,8 +71,18 @@ cargo_test() { env --default-signal=HUP,INT,QUIT,TERM cargo test --workspace --n
 part() {
     local part=$1
     shift
+    export BEGUN=$logs/begun
     export "CARGO_TARGET_$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')_RUNNER=$PWD/tests/timed.sh"
-    PART=$part cargo_test "$@" -- --show-output 2>&1
+    local status=0
+    PART=$part cargo_test "$@" -- --show-output 2>&1 || status=$?
+    : >"$logs/ended-$part"
+    return "$status"
+}
+
+# begin PART ARGUMENTS…: begins the tests of a part, in the process group $aside. What they say goes to a file.
+begin() {
+    parts+=("$1")
+    aside timed "$1-tests" part "$@" >"$logs/$1"
 }
 
 # aside COMMAND…: begins it in a process group of its own, whose number it leaves in $aside.
@@ -102,18 +130,20 @@ make_beside() {
 }
 
 status=0
-: >"$logs/failed"
+: >"$logs/failed" >"$logs/begun"
 echo "The tests have begun; what they say follows when all of them have ended."
-aside timed lab-tests part lab --tests >"$logs/lab"
+aside tail -qf "$logs/begun"
+begin lab --tests
 lab=$aside
 # shellcheck disable=SC2086 # a list
 aside make_beside ${groups[3]}
 made=$aside
 ended "$lab" || status=1
-aside timed engine-tests part engine --lib --bins --tests >"$logs/engine"
+begin engine --lib --bins --tests
 engine=$aside
-timed other-tests part others >"$logs/others" || status=1
-for group in "$engine" "$made"; do ended "$group" || status=1; done
+begin others
+others=$aside
+for group in "$engine" "$others" "$made"; do ended "$group" || status=1; done
 cat "$logs/others" "$logs/engine" "$logs/lab" | tee "$logs/all"
 echo "all $(($(date +%s) - start))" >>"$steps"
 tests/summary.sh "$logs/all" "$steps" || status=1

@@ -2,8 +2,8 @@
 # The closing summary of a run of the suite, from the output of cargo: summary.sh LOG [STEPS]
 #
 # Prints the time of each step (the lines `NAME SECONDS [OF-CPU]` of the file STEPS), of each suite and of the slowest tests, the
-# output of each failed test, what could not run, what was begun again, and the totals. Fails if no test ran, or if more than two tests were begun
-# again: an emulator fails rarely by itself, also beside builds.
+# output of each failed test, where tests hung, what could not run, what was begun again, and the totals. Fails if no test ran, if one hung, or if
+# more than two tests were begun again: an emulator fails rarely by itself, also beside builds.
 set -euo pipefail
 
 log=$1
@@ -11,6 +11,7 @@ steps=${2:-}
 AGAIN_MAX=2
 SLOWEST=15
 FAILURE_LINES=60
+HUNG_LINES=300
 
 # A guest's console may have put any byte into the log.
 count() { grep -ac "$1" "$log" || true; }
@@ -20,6 +21,7 @@ passed=$(total passed)
 failed=$(total failed)
 ignored=$(total ignored)
 unrun=$(count 'cannot run here: ')
+hung=$(count '^hung: .* has printed nothing for ')
 again=$(grep -a '^begun again: ' "$log" | sed 's/, because .*//' | sort -u | grep -c . || true)
 
 # Prefixes each line with the suite it belongs to and a tab, from `Running tests/run.rs (target/debug/deps/run-0123)` or
@@ -80,6 +82,10 @@ if [ "$failed" -gt 0 ]; then
     echo "=== output of failed tests"
     failures
 fi
+if [ "$hung" -gt 0 ]; then
+    echo "=== where tests hung"
+    grep -a '^hung: ' "$log" | head -n "$HUNG_LINES"
+fi
 echo "=================================================================="
 echo "  $passed passed, $failed failed"
 if [ $((ignored + unrun)) -gt 0 ]; then
@@ -94,5 +100,6 @@ if [ "$again" -gt 0 ]; then
 fi
 echo "  not part of this: make asan, tsan, fuzz, coverage, mutants, soak, soak-ublk, soak-crash, bench, deb"
 echo "=================================================================="
+[ "$hung" -eq 0 ] || { echo "$hung test binaries hung" >&2; exit 1; }
 [ "$passed" -gt 0 ] || { echo "no test ran at all" >&2; exit 1; }
 [ "$again" -le "$AGAIN_MAX" ] || { echo "$again tests were begun again: more than known faults of the emulator and of kernels explain" >&2; exit 1; }
