@@ -97,9 +97,9 @@ pub(crate) enum Source {
     Huge,
     /// One tebibyte whose clusters are all mapped, no data, to have snapshots.
     Mapped,
-    /// As [`Source::Data`], with extended L2 entries.
+    /// With extended L2 entries, above the data file of [`Source::DataFile`].
     DataExtended,
-    /// As [`Source::Scratch`], with extended L2 entries.
+    /// With extended L2 entries, above the data file of [`Source::ScratchDataFile`].
     ScratchExtended,
     /// As [`Source::Overlay`], with clusters of 128 KiB in subclusters of 4 KiB.
     OverlayExtended,
@@ -154,7 +154,7 @@ impl Source {
         }
     }
 
-    /// Returns true if all of its disk is data, in as many bytes of the file.
+    /// Returns true if all of its disk is data, in as many bytes of a file that no other image has.
     fn is_full(self) -> bool {
         matches!(
             self,
@@ -162,8 +162,6 @@ impl Source {
                 | Self::RawScratch
                 | Self::Data
                 | Self::Scratch
-                | Self::DataExtended
-                | Self::ScratchExtended
                 | Self::DataFile
                 | Self::ScratchDataFile
                 | Self::ScratchBitmap
@@ -252,8 +250,17 @@ impl Source {
     /// Returns the name of the file that has the guest's bytes, if that is not the image.
     fn data_file_name(self) -> Option<&'static str> {
         match self {
-            Self::DataFile => Some("data-file.raw"),
-            Self::ScratchDataFile => Some("scratch-data-file.raw"),
+            Self::DataFile | Self::DataExtended => Some("data-file.raw"),
+            Self::ScratchDataFile | Self::ScratchExtended => Some("scratch-data-file.raw"),
+            _ => None,
+        }
+    }
+
+    /// Returns the image whose data file it shares.
+    fn shares(self) -> Option<Self> {
+        match self {
+            Self::DataExtended => Some(Self::DataFile),
+            Self::ScratchExtended => Some(Self::ScratchDataFile),
             _ => None,
         }
     }
@@ -379,6 +386,9 @@ impl Images {
             Source::Chain => self.layers()?,
             _ => None,
         };
+        if let Some(other) = source.shares() {
+            self.image(other)?;
+        }
         if source.used_up_by_writing() || !path.exists() {
             space::require(&self.directory, source.room_bytes())?;
             // Under its own name only when complete: whoever finds it there may use it.
@@ -473,12 +483,19 @@ impl Images {
                 path,
             ),
             Source::DataExtended | Source::ScratchExtended => {
-                self.convert(size, &["-o", "cluster_size=64k,extended_l2=on"], path)
+                // The tool would empty a file that is there: it is given another until it has mapped every cluster.
+                let data = path.with_extension("data");
+                let options = format!("{},extended_l2=on", with_data_file(&data));
+                self.convert(size, &["-o", &options], path)?;
+                space::remove(&data)?;
+                let shared = self.directory.join(source.data_file_name().unwrap_or_default());
+                let name = format!("data_file={}", shared.display());
+                let arguments = ["amend", "-f", "qcow2", "-o", &name].map(OsStr::new);
+                qemu_img(&[&arguments[..], &[path.as_os_str()]].concat())
             }
             Source::DataFile | Source::ScratchDataFile => {
                 let data = self.directory.join(source.data_file_name().unwrap_or_default());
-                let options = format!("cluster_size=64k,data_file={},data_file_raw=on", data.display());
-                self.convert(size, &["-o", &options], path)
+                self.convert(size, &["-o", &with_data_file(&data)], path)
             }
             Source::Luks => {
                 let secret_file = self.secret_file();
@@ -530,6 +547,11 @@ impl Images {
     pub(crate) fn remove_all(self) -> io::Result<()> {
         remove_directory(&self.directory)
     }
+}
+
+/// Returns the options of an image with a raw data file.
+fn with_data_file(data: &Path) -> String {
+    format!("cluster_size=64k,data_file={},data_file_raw=on", data.display())
 }
 
 fn create(arguments: &[&OsStr]) -> io::Result<()> {
