@@ -11,7 +11,7 @@ steps=${2:-}
 AGAIN_MAX=2
 SLOWEST=15
 FAILURE_LINES=60
-HUNG_LINES=300
+HUNG_LINES=500
 
 # A guest's console may have put any byte into the log.
 count() { grep -ac "$1" "$log" || true; }

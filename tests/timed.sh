@@ -28,16 +28,18 @@ processes() {
     done
 }
 
-# stacks PID: the stacks of its threads, and where the kernel holds those of its descendants.
+# stacks PID: where the threads of it and its descendants stand, in the kernel and, of the first six processes, above it.
 stacks() {
+    local process thread told=0
     command -v gdb >/dev/null || apt-get -q install -y --no-install-recommends gdb >/dev/null 2>&1
-    timeout --kill-after=5 120 gdb -p "$1" -batch -nx -ex 'set pagination off' -ex 'thread apply all backtrace 40' 2>&1 \
-        </dev/null | grep -aE '^(Thread|#)|cannot|not permitted|not found'
     for process in $(processes "$1"); do
         echo "process $process: $(tr '\0' ' ' <"/proc/$process/cmdline" | head -c 300)"
         for thread in "/proc/$process/task/"*; do
             echo "  $(cat "$thread/comm"): $(tr '\n' ' ' <"$thread/stack" | sed 's/\[<0>\] //g; s/+0x[0-9a-f]*\/0x[0-9a-f]*//g')"
         done
+        [ $((told++)) -lt 6 ] || continue
+        timeout --kill-after=5 60 gdb -p "$process" -batch -nx -ex 'thread apply all backtrace 40' 2>&1 </dev/null \
+            | grep -aE '^(Thread|#)|cannot|not permitted|not found' | head -n 150
     done 2>/dev/null
 }
 
