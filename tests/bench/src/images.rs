@@ -487,11 +487,11 @@ impl Images {
                 let data = path.with_extension("data");
                 let options = format!("{},extended_l2=on", with_data_file(&data));
                 self.convert(size, &["-o", &options], path)?;
-                space::remove(&data)?;
                 let shared = self.directory.join(source.data_file_name().unwrap_or_default());
                 let name = format!("data_file={}", shared.display());
                 let arguments = ["amend", "-f", "qcow2", "-o", &name].map(OsStr::new);
-                qemu_img(&[&arguments[..], &[path.as_os_str()]].concat())
+                qemu_img(&[&arguments[..], &[path.as_os_str()]].concat())?;
+                space::remove(&data)
             }
             Source::DataFile | Source::ScratchDataFile => {
                 let data = self.directory.join(source.data_file_name().unwrap_or_default());
