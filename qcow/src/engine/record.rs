@@ -196,12 +196,13 @@ async fn write(queue: &Rc<Queue>) -> Result<Option<Written<'_, impl FnOnce(&mut 
     let turn = queue.shared.bit_writes.turns.take().await;
     let bitmaps = queue.metadata()?.bitmaps.clone();
     let Some(bitmaps) = bitmaps else { return Ok(None) };
-    let written = Written {
+    let mut written = Written {
         chunks: bitmaps.take_round(queue.shared.geometry.cluster_size()),
         bitmaps,
         _turn: turn,
     };
-    let buffers = written.chunks.iter();
-    write_buffers(queue, buffers.map(|chunks| (chunks.offset, chunks.buffer()))).await?;
+    let chunks = written.chunks.iter_mut();
+    let buffers = chunks.filter_map(|chunks| Some((chunks.offset, chunks.take_buffer()?)));
+    write_buffers(queue, buffers).await?;
     Ok(Some(written))
 }

@@ -87,9 +87,9 @@ struct Regions {
 #[derive(Debug)]
 pub(crate) struct ChunksWrite {
     bitmap: usize,
-    /// The number of the first of them.
-    first: u64,
-    words: Vec<u64>,
+    numbers: Range<u64>,
+    /// Their words as they are on disk, until they are written.
+    buffer: Option<AlignedBuf>,
     /// Words, by their numbers, and the bits of them that are stored when the round ends, and were not when it began.
     new: Vec<(u64, u64)>,
     /// Their place on disk.
@@ -97,35 +97,50 @@ pub(crate) struct ChunksWrite {
 }
 
 impl ChunksWrite {
-    /// Returns them as they are on disk.
-    pub(crate) fn buffer(&self) -> AlignedBuf {
-        let mut buffer = AlignedBuf::zeroed(self.words.len() * 8);
-        for (place, word) in buffer.as_chunks_mut().0.iter_mut().zip(&self.words) {
-            *place = word.to_le_bytes();
-        }
-        buffer
+    /// Takes their words as they are on disk. Returns nothing the second time.
+    pub(crate) fn take_buffer(&mut self) -> Option<AlignedBuf> {
+        self.buffer.take()
     }
 
-    /// Marks those of the regions that lie in it.
-    fn open(&mut self, bitmap: &DirtyBitmap, regions: &BTreeSet<Region>) {
-        let start = self.first * bitmap.chunk_words;
-        let region = |word| Region {
-            bitmap: self.bitmap,
-            word,
-        };
-        for opened in regions.range(region(start)..region(start + self.words.len() as u64)) {
-            for number in opened.word..opened.word + bitmap.region_words() {
-                if let Some(word) = self.words.get_mut((number - start) as usize) {
-                    *word = bitmap.valid(number);
-                    self.new.push((number, *word));
+    /// Takes the bits to write: those that are stored, those that have changed of chunks in `unsaved`, and all of `opened` regions.
+    fn fill(&mut self, bitmap: &DirtyBitmap, unsaved: &BTreeSet<(usize, u64)>, opened: &BTreeSet<Region>) {
+        let load = |word: &AtomicU64| word.load(Ordering::SeqCst);
+        let (index, chunk_words) = (self.bitmap, bitmap.chunk_words as usize);
+        let chunks = self.numbers.start as usize..self.numbers.end as usize;
+        let chunks = bitmap.chunks.get(chunks).unwrap_or_default();
+        let mut buffer = AlignedBuf::zeroed(chunks.len() * chunk_words * 8);
+        let words = buffer.as_chunks_mut().0;
+        for (chunk, words) in chunks.iter().zip(words.chunks_mut(chunk_words)) {
+            for (place, stored) in words.iter_mut().zip(chunk.stored.iter()) {
+                *place = load(stored).to_le_bytes();
+            }
+        }
+        let start = self.numbers.start * bitmap.chunk_words;
+        for &(_, chunk) in unsaved.range((index, self.numbers.start)..(index, self.numbers.end)) {
+            for number in chunk * bitmap.chunk_words..(chunk + 1) * bitmap.chunk_words {
+                let place = words.get_mut((number - start) as usize);
+                let (Some(changed), Some(place)) = (bitmap.changed(number), place) else {
+                    continue;
+                };
+                let stored = u64::from_le_bytes(*place);
+                let new = load(changed) & !stored;
+                if new != 0 {
+                    *place = (stored | new).to_le_bytes();
+                    self.new.push((number, new));
                 }
             }
         }
-    }
-
-    /// Returns the numbers of the chunks.
-    fn chunk_numbers(&self, bitmap: &DirtyBitmap) -> Range<u64> {
-        self.first..self.first + self.words.len() as u64 / bitmap.chunk_words
+        let region = |word| Region { bitmap: index, word };
+        for opened in opened.range(region(start)..region(start + words.len() as u64)) {
+            for number in opened.word..opened.word + bitmap.region_words() {
+                if let Some(place) = words.get_mut((number - start) as usize) {
+                    let valid = bitmap.valid(number);
+                    *place = valid.to_le_bytes();
+                    self.new.push((number, valid));
+                }
+            }
+        }
+        self.buffer = Some(buffer);
     }
 }
 
@@ -325,32 +340,11 @@ impl DirtyBitmap {
 
     /// Returns true if a chunk lies so little behind those of a write that one write of all is cheaper than two.
     fn is_near(&self, write: &ChunksWrite, chunk: u64, cluster_size: u64) -> bool {
-        let (numbers, chunk_bytes) = (write.chunk_numbers(self), self.chunk_words * 8);
-        let place = |number: u64| write.offset + (number - write.first) * chunk_bytes;
+        let (numbers, chunk_bytes) = (&write.numbers, self.chunk_words * 8);
+        let place = |number: u64| write.offset + (number - numbers.start) * chunk_bytes;
         (chunk - numbers.end) * chunk_bytes <= GAP_BYTES
-            && (chunk + 1 - write.first) * chunk_bytes <= WRITE_BYTES_MAX
+            && (chunk + 1 - numbers.start) * chunk_bytes <= WRITE_BYTES_MAX
             && (numbers.end..=chunk).all(|number| self.place(number, cluster_size) == Some(place(number)))
-    }
-
-    /// Adds the bits of the next chunk that are stored, and with `changes` those that have changed.
-    fn add_chunk(&self, number: u64, changes: bool, write: &mut ChunksWrite) {
-        let Some(Chunk { changed, stored }) = self.chunks.get(number as usize) else {
-            return;
-        };
-        let at = write.words.len();
-        let load = |word: &AtomicU64| word.load(Ordering::SeqCst);
-        write.words.extend(stored.iter().map(load));
-        if !changes {
-            return;
-        }
-        let words = write.words.iter_mut().skip(at).zip(changed.iter());
-        for (number, (word, changed)) in (number * self.chunk_words..).zip(words) {
-            let new = load(changed) & !*word;
-            if new != 0 {
-                *word |= new;
-                write.new.push((number, new));
-            }
-        }
     }
 
     /// Stops to count as stored those bits of a region that no change has set.
@@ -470,22 +464,17 @@ impl DirtyBitmaps {
             chunks.insert((region.bitmap, region.word / bitmap.chunk_words));
         }
         drop(regions);
-        let mut writes = self.joined(&chunks, &unsaved, cluster_size);
+        let mut writes = self.joined(&chunks, cluster_size);
         for write in &mut writes {
             if let Some(bitmap) = self.list.get(write.bitmap) {
-                write.open(bitmap, &wanted);
+                write.fill(bitmap, &unsaved, &wanted);
             }
         }
         writes
     }
 
-    /// Returns writes of these chunks with the bits that are stored, and in `unsaved` ones changed, and of those in between where few are.
-    fn joined(
-        &self,
-        chunks: &BTreeSet<(usize, u64)>,
-        unsaved: &BTreeSet<(usize, u64)>,
-        cluster_size: u64,
-    ) -> Vec<ChunksWrite> {
+    /// Returns the writes of these chunks, and of those in between where few are. They have no bits yet.
+    fn joined(&self, chunks: &BTreeSet<(usize, u64)>, cluster_size: u64) -> Vec<ChunksWrite> {
         let mut writes: Vec<ChunksWrite> = Vec::new();
         for &(index, chunk) in chunks {
             let Some(bitmap) = self.list.get(index) else {
@@ -493,26 +482,21 @@ impl DirtyBitmaps {
             };
             let last = writes.last_mut().filter(|write| write.bitmap == index);
             if let Some(last) = last
-                && let end = last.chunk_numbers(bitmap).end
                 && bitmap.is_near(last, chunk, cluster_size)
             {
-                for chunk in end..=chunk {
-                    bitmap.add_chunk(chunk, unsaved.contains(&(index, chunk)), last);
-                }
+                last.numbers.end = chunk + 1;
                 continue;
             }
             let Some(offset) = bitmap.place(chunk, cluster_size) else {
                 continue;
             };
-            let mut write = ChunksWrite {
+            writes.push(ChunksWrite {
                 bitmap: index,
-                first: chunk,
-                words: Vec::new(),
+                numbers: chunk..chunk + 1,
+                buffer: None,
                 new: Vec::new(),
                 offset,
-            };
-            bitmap.add_chunk(chunk, unsaved.contains(&(index, chunk)), &mut write);
-            writes.push(write);
+            });
         }
         writes
     }
@@ -537,10 +521,8 @@ impl DirtyBitmaps {
         let mut regions = self.regions.lock();
         regions.is_under_way = false;
         for write in failed {
-            if let Some(bitmap) = self.list.get(write.bitmap) {
-                let chunks = write.chunk_numbers(bitmap);
-                regions.unsaved.extend(chunks.map(|chunk| (write.bitmap, chunk)));
-            }
+            let chunks = write.numbers.clone();
+            regions.unsaved.extend(chunks.map(|chunk| (write.bitmap, chunk)));
         }
     }
 
@@ -576,6 +558,13 @@ mod tests {
         let place = |cluster| BitmapCluster::Data(HostOffset::new((1 << 20) + cluster * CLUSTER));
         let table: Vec<BitmapCluster> = (0..clusters).map(place).collect();
         DirtyBitmaps::durable(vec![bitmap.stored_as(&table)])
+    }
+
+    /// The words to write first, at most three.
+    fn words(round: &[ChunksWrite]) -> Vec<u64> {
+        let bytes = round[0].buffer.as_ref().unwrap();
+        let words = bytes.as_chunks().0.iter();
+        words.take(3).map(|word| u64::from_le_bytes(*word)).collect()
     }
 
     fn granule(number: u64) -> Range<u64> {
@@ -631,7 +620,7 @@ mod tests {
         assert!(bitmaps.need_round(), "until its sync");
         assert_eq!(round.len(), 1);
         assert_eq!(round[0].offset, HostOffset::new(1 << 20));
-        assert_eq!(round[0].words[..3], [0, !0, 0]);
+        assert_eq!(words(&round), [0, !0, 0]);
         assert!(!bitmaps.mark(&granule(70)), "it is not durable yet");
         bitmaps.end_round(&round);
         assert!(!bitmaps.need_round());
@@ -652,10 +641,15 @@ mod tests {
             }
         }
         let round = bitmaps.take_round(CLUSTER);
-        let facts = |write: &ChunksWrite| (write.offset.bytes() - (1 << 20), write.buffer().len() as u64);
+        let facts = |write: &ChunksWrite| {
+            (
+                write.offset.bytes() - (1 << 20),
+                write.buffer.as_ref().unwrap().len() as u64,
+            )
+        };
         let found: Vec<(u64, u64)> = round.iter().map(facts).collect();
         assert_eq!(found, [(0, 4 * CLUSTER), (20 * CLUSTER, CLUSTER)]);
-        assert_eq!(round[0].buffer()[CLUSTER as usize], 0);
+        assert_eq!(round[0].buffer.as_ref().unwrap()[CLUSTER as usize], 0);
         bitmaps.end_round(&round);
         assert!(bitmaps.mark(&at(0)) && bitmaps.mark(&at(3)) && bitmaps.mark(&at(20)));
         assert!(!bitmaps.mark(&at(1)));
@@ -667,7 +661,7 @@ mod tests {
         bitmaps.mark(&granule(1));
         bitmaps.store_with_entries(&granule(1));
         let round = bitmaps.take_round(CLUSTER);
-        assert_eq!(round[0].words[0], 2, "an allocating write marks no region");
+        assert_eq!(words(&round)[0], 2, "an allocating write marks no region");
         bitmaps.fail_round(&round);
         assert!(bitmaps.need_round() && bitmaps.lack(&granule(1)));
         bitmaps.end_round(&bitmaps.take_round(CLUSTER));
@@ -684,8 +678,8 @@ mod tests {
             bitmaps.want([granule(region * 64 + 5)].into_iter());
             let round = bitmaps.take_round(CLUSTER);
             if region + 1 == regions {
-                assert_eq!(round[0].words[0], 1 << 5, "closed");
-                assert_eq!(round[0].words[1], !0, "not yet");
+                assert_eq!(words(&round)[0], 1 << 5, "closed");
+                assert_eq!(words(&round)[1], !0, "not yet");
             }
             bitmaps.end_round(&round);
         }
