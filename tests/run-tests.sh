@@ -32,7 +32,7 @@ steps=$logs/steps
 # The process groups that run beside this script, which go with it.
 beside=()
 trap 'for group in "${beside[@]}"; do kill -- -"$group" 2>/dev/null || true; done; rm -rf "$logs"' EXIT
-# What takes longer in all of the suite, with a slow machine and much beside it, is a test of three minutes.
+# The slowest test takes three minutes, on a slow machine with much beside it.
 export HUNG_SECONDS=600
 parts=()
 trap 'unfinished; exit 143' HUP INT TERM
@@ -132,7 +132,7 @@ make_beside() {
 status=0
 : >"$logs/failed" >"$logs/begun"
 echo "The tests have begun; what they say follows when all of them have ended."
-aside tail -qf "$logs/begun"
+aside tail --pid=$$ -qf "$logs/begun"
 begin lab --tests
 lab=$aside
 # shellcheck disable=SC2086 # a list
