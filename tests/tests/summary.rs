@@ -24,6 +24,15 @@ test result: FAILED. 6 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; 
 test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 1.00s
 ";
 
+/// The script that runs test binaries, without what a run of all tests has told it.
+fn timed() -> Command {
+    let mut command = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/timed.sh"));
+    for name in ["BEGUN", "HUNG_SECONDS", "PART", "CARGO_PKG_NAME"] {
+        command.env_remove(name);
+    }
+    command
+}
+
 fn summary(log: &str) -> (String, Output) {
     summary_with_steps(log, "")
 }
@@ -156,7 +165,7 @@ test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out; 
 #[test]
 fn timed_script_prints_a_tests_time() {
     let this = std::env::current_exe().unwrap();
-    let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/timed.sh"))
+    let output = timed()
         .arg(this)
         .args(["summary_fails_above_two", "--test-threads=1"])
         .output()
@@ -176,7 +185,7 @@ fn timed_script_takes_the_tests_of_one_part() {
         ("others", "ringdisk-tests", 0),
         ("others", "ringdisk", 1),
     ] {
-        let output = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/timed.sh"))
+        let output = timed()
             .arg(std::env::current_exe().unwrap())
             .args(["summary_fails_above_two", "--test-threads=1"])
             .envs([("PART", part), ("CARGO_PKG_NAME", package)])
@@ -208,7 +217,7 @@ fn timed_script_ends_a_binary_that_hangs_and_says_where() {
     let path = format!("{}:{path}", debugger.parent().unwrap().display());
     let log = scratch.file("log");
     let begun = scratch.file("begun");
-    let status = Command::new(concat!(env!("CARGO_MANIFEST_DIR"), "/timed.sh"))
+    let status = timed()
         .arg(std::env::current_exe().unwrap())
         .args(["hangs_if_asked", "--test-threads=1"])
         .envs([

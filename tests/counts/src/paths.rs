@@ -92,7 +92,8 @@ struct Opened<D = QcowDisk> {
 }
 
 /// The length of a folder's path in bytes. What the allocator does depends on the lengths of the names that were held before: of two
-/// programs in different places one took 0.7 % more.
+/// programs in different places one took 0.7 % more. The program's own path still matters, by as much if it is long; the bounds of the
+/// paths that allocate have room for that.
 const FOLDER_BYTES: usize = 128;
 
 /// Makes a folder beside this program, which is no tmpfs: files in memory have a path of their own.
