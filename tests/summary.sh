@@ -84,7 +84,7 @@ if [ "$failed" -gt 0 ]; then
 fi
 if [ "$hung" -gt 0 ]; then
     echo "=== where tests hung"
-    grep -a '^hung: ' "$log" | head -n "$HUNG_LINES"
+    grep -a '^hung: ' "$log" | awk -v most="$HUNG_LINES" 'NR <= most'
 fi
 echo "=================================================================="
 echo "  $passed passed, $failed failed"

@@ -20,6 +20,7 @@ esac
 # processes PID: it and its descendants, the youngest generation last.
 processes() {
     local parents=$1 children
+    # shellcheck disable=SC2086,SC2116 # lists
     while [ -n "$parents" ]; do
         echo $parents
         children=
@@ -45,12 +46,14 @@ stacks() {
 
 # watch PID PROGRAM: until the process runs that program no more.
 watch() {
-    local silent
+    local printed silent
     while sleep 5 && [ "/proc/$1/exe" -ef "$2" ]; do
-        silent=$(($(date +%s) - $(stat -Lc %Y "/proc/$1/fd/1")))
+        printed=$(stat -Lc %Y "/proc/$1/fd/1" 2>/dev/null) || return
+        silent=$(($(date +%s) - printed))
         [ "$silent" -ge "$HUNG_SECONDS" ] || continue
         echo
         { echo "$2 has printed nothing for $silent s"; stacks "$1"; } | sed 's/^/hung: /'
+        # shellcheck disable=SC2046 # a list
         kill -KILL $(processes "$1") 2>/dev/null
         return
     done

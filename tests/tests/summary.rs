@@ -4,7 +4,6 @@ use std::fs::{File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
-use std::time::Duration;
 
 use lab::Scratch;
 
@@ -198,46 +197,39 @@ fn timed_script_takes_the_tests_of_one_part() {
     }
 }
 
-/// What the script runs below: it hangs if it is asked to.
-#[test]
-fn hangs_if_asked() {
-    while std::env::var_os("RINGDISK_TEST_HANGS").is_some() {
-        std::thread::sleep(Duration::from_secs(1));
-    }
-}
-
 /// The watcher looks every five seconds. What it says of the stacks is of a debugger, here a script.
 #[test]
 fn timed_script_ends_a_binary_that_hangs_and_says_where() {
-    let scratch = Scratch::new().unwrap();
+    const HANGS: &str = "RINGDISK_TEST_HANGS";
+    // The script runs this very test.
+    while std::env::var_os(HANGS).is_some() {
+        std::thread::park();
+    }
+    let scratch = Scratch::new().expect("a folder");
     let debugger = scratch.file("gdb");
-    std::fs::write(&debugger, "#!/bin/sh\necho \"#0  in the debugger's words\"\n").unwrap();
-    std::fs::set_permissions(&debugger, Permissions::from_mode(0o755)).unwrap();
-    let path = std::env::var("PATH").unwrap();
-    let path = format!("{}:{path}", debugger.parent().unwrap().display());
+    std::fs::write(&debugger, "#!/bin/sh\necho \"#0  in the debugger's words\"\n").expect("a script");
+    std::fs::set_permissions(&debugger, Permissions::from_mode(0o755)).expect("its permissions");
+    let path = std::env::var("PATH").expect("a search path");
+    let path = format!("{}:{path}", scratch.file("").display());
     let log = scratch.file("log");
     let begun = scratch.file("begun");
     let status = timed()
-        .arg(std::env::current_exe().unwrap())
-        .args(["hangs_if_asked", "--test-threads=1"])
-        .envs([
-            ("PATH", path.as_str()),
-            ("RINGDISK_TEST_HANGS", "1"),
-            ("HUNG_SECONDS", "1"),
-        ])
+        .arg(std::env::current_exe().expect("this program's path"))
+        .args(["timed_script_ends", "--test-threads=1"])
+        .envs([("PATH", path.as_str()), (HANGS, "1"), ("HUNG_SECONDS", "1")])
         .env("BEGUN", &begun)
-        .stdout(File::create(&log).unwrap())
+        .stdout(File::create(&log).expect("a file"))
         .status()
         .expect("bash");
     assert_eq!(status.signal(), Some(libc::SIGKILL), "{status:?}");
-    let said = std::fs::read_to_string(&log).unwrap();
+    let said = std::fs::read_to_string(&log).expect("the log");
     assert!(said.contains("hung: #0  in the debugger's words\n"), "{said}");
     // A thread has the first fifteen bytes of its test's name; the rest is of the kernel.
     let thread = said
         .lines()
-        .find(|line| line.starts_with("hung:   hangs_if_asked: "));
-    assert!(thread.is_some_and(|line| line.contains("sleep")), "{said}");
-    let began = std::fs::read_to_string(begun).unwrap();
+        .find(|line| line.starts_with("hung:   timed_script_en: "));
+    assert!(thread.is_some_and(|line| line.contains("futex")), "{said}");
+    let began = std::fs::read_to_string(begun).expect("the list");
     assert!(began.contains(": summary-"), "{began}");
     let (said, output) = summary(&format!("{LOG}{said}"));
     assert!(!output.status.success(), "{said}");

@@ -560,10 +560,13 @@ mod tests {
         DirtyBitmaps::durable(vec![bitmap.stored_as(&table)])
     }
 
+    fn bytes(write: &ChunksWrite) -> &[u8] {
+        write.buffer.as_deref().expect("nobody has taken it")
+    }
+
     /// The words to write first, at most three.
     fn words(round: &[ChunksWrite]) -> Vec<u64> {
-        let bytes = round[0].buffer.as_ref().unwrap();
-        let words = bytes.as_chunks().0.iter();
+        let words = bytes(&round[0]).as_chunks().0.iter();
         words.take(3).map(|word| u64::from_le_bytes(*word)).collect()
     }
 
@@ -641,15 +644,10 @@ mod tests {
             }
         }
         let round = bitmaps.take_round(CLUSTER);
-        let facts = |write: &ChunksWrite| {
-            (
-                write.offset.bytes() - (1 << 20),
-                write.buffer.as_ref().unwrap().len() as u64,
-            )
-        };
+        let facts = |write: &ChunksWrite| (write.offset.bytes() - (1 << 20), bytes(write).len() as u64);
         let found: Vec<(u64, u64)> = round.iter().map(facts).collect();
         assert_eq!(found, [(0, 4 * CLUSTER), (20 * CLUSTER, CLUSTER)]);
-        assert_eq!(round[0].buffer.as_ref().unwrap()[CLUSTER as usize], 0);
+        assert_eq!(bytes(&round[0])[CLUSTER as usize], 0);
         bitmaps.end_round(&round);
         assert!(bitmaps.mark(&at(0)) && bitmaps.mark(&at(3)) && bitmaps.mark(&at(20)));
         assert!(!bitmaps.mark(&at(1)));
