@@ -237,10 +237,7 @@ impl Oracle {
                 .max();
             // What was read is promised as well, if it was answered.
             for index in 0..changes.len() {
-                let by = changes[index].outdone;
-                changes[index].gone |= changes
-                    .iter()
-                    .any(|other| Some(other.asked) == by && is_before(other, asked.time));
+                changes[index].gone |= is_replaced(changes, &changes[index], asked.time);
             }
             if let Some(promised) = promised {
                 promise(changes, promised, forget);
@@ -251,9 +248,14 @@ impl Oracle {
 
     /// A read is asked for.
     pub fn ask_read(&mut self, first: u64, count: u64) -> Expected {
+        self.expect(first, count, |_, change, _| change.outdone.is_some())
+    }
+
+    /// What begins now sees the changes of these sectors that may be the last, unless it is `past` one (of a sector's changes, at a time).
+    fn expect(&mut self, first: u64, count: u64, past: impl Fn(&Changes, &Change, u64) -> bool) -> Expected {
         self.reads += 1;
         let time = self.tick();
-        let words = (first..first + count).map(|sector| self.seen_at(sector, time));
+        let words = (first..first + count).map(|sector| self.seen_at(sector, time, &past));
         let words = words.collect();
         Expected {
             asked: Asked { time, first, count },
@@ -261,8 +263,13 @@ impl Oracle {
         }
     }
 
-    /// The words that a read asked for at `time` may see of what was asked for until now.
-    fn seen_at(&self, sector: u64, time: u64) -> SmallVec<[u64; 4]> {
+    /// The words that [`Oracle::expect`] finds for a sector.
+    fn seen_at(
+        &self,
+        sector: u64,
+        time: u64,
+        past: impl Fn(&Changes, &Change, u64) -> bool,
+    ) -> SmallVec<[u64; 4]> {
         let Some(changes) = self.sectors.get(sector as usize) else {
             return SmallVec::from_slice(&[ZERO]);
         };
@@ -274,7 +281,7 @@ impl Oracle {
             .unwrap_or(0);
         let visible = changes
             .iter()
-            .filter(|change| !is_over_before(change, last) && change.outdone.is_none());
+            .filter(|change| !is_over_before(change, last) && !past(changes, change, time));
         visible.map(|change| change.word).collect()
     }
 
@@ -434,6 +441,13 @@ impl Oracle {
 /// Returns true if the change had succeeded before `time`.
 fn is_before(change: &Change, time: u64) -> bool {
     matches!(change.answered, Some((answered, true)) if answered < time)
+}
+
+/// Returns true if a read has seen another change after this one, and the other had succeeded before `time`: of one that failed, a reader
+/// may see what no cut leaves.
+fn is_replaced(changes: &Changes, change: &Change, time: u64) -> bool {
+    let by_other = |other: &Change| Some(other.asked) == change.outdone && is_before(other, time);
+    changes.iter().any(by_other)
 }
 
 /// Returns true if the change was over when the request of `time` was made.

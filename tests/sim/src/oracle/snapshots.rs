@@ -1,8 +1,9 @@
 //! The snapshots that a disk must, may and must not have, and what each of them holds.
 //!
 //! A snapshot holds the disk as it was at one instant between the time it was asked for and its answer. So each sector
-//! holds what a read may see that is asked for and answered at those times. Nobody says which instant it was: the first
-//! image that has the snapshot shows, and all later ones hold the same.
+//! holds what a read may see that is asked for and answered at those times, or what came before a change that the host
+//! failed, though reads saw that change. Nobody says which instant it was: the first image that has the snapshot shows,
+//! and all later ones hold the same.
 //!
 //! A snapshot that was answered well is there after every cut until its deletion is asked for; one whose deletion was
 //! answered well is gone.
@@ -12,7 +13,7 @@ use std::collections::BTreeMap;
 
 use smallvec::SmallVec;
 
-use super::{Asked, Change, End, Expected, Oracle};
+use super::{Asked, Change, End, Expected, Oracle, is_replaced};
 use crate::content::ZERO;
 
 /// The words of a snapshot's sectors as they were found; `None` for bytes that no guest wrote.
@@ -67,7 +68,7 @@ impl Oracle {
     /// A snapshot is asked for.
     pub fn ask_snapshot(&mut self, name: String) {
         let known = Known {
-            expected: self.ask_read(0, self.sectors()),
+            expected: self.expect(0, self.sectors(), is_replaced),
             creating: Some(self.ask_flush()),
             is_sure: false,
             is_doubtful: false,
@@ -292,6 +293,21 @@ mod tests {
         assert!(oracle.survives(0, 1));
         oracle.answer_snapshot(NAME, End::Done);
         assert!(!oracle.survives(0, 1) && oracle.survives(0, 2));
+    }
+
+    #[test]
+    fn snapshot_need_not_have_a_failed_change_that_a_read_saw() {
+        for well in [true, false] {
+            let mut oracle = Oracle::new(&[1]);
+            let asked = oracle.ask_change(0, [2].into_iter());
+            oracle.answer_change(&asked, well, false);
+            let read = oracle.ask_read(0, 1);
+            oracle.answer_read(&read, &[Some(2)]).expect("it was asked for");
+            oracle.ask_snapshot(NAME.to_owned());
+            oracle.answer_snapshot(NAME, End::Done);
+            oracle.clone().judge_snapshots(&found(2)).expect("what was read");
+            assert_eq!(oracle.judge_snapshots(&found(1)).is_ok(), !well);
+        }
     }
 
     #[test]
