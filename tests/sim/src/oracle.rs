@@ -237,7 +237,7 @@ impl Oracle {
                 .max();
             // What was read is promised as well, if it was answered.
             for index in 0..changes.len() {
-                changes[index].gone |= is_replaced(changes, &changes[index], asked.time);
+                changes[index].gone |= is_replaced(changes, &changes[index], asked.time, self.writes_waver);
             }
             if let Some(promised) = promised {
                 promise(changes, promised, forget);
@@ -444,10 +444,12 @@ fn is_before(change: &Change, time: u64) -> bool {
 }
 
 /// Returns true if a read has seen another change after this one, and the other had succeeded before `time`: of one that failed, a reader
-/// may see what no cut leaves.
-fn is_replaced(changes: &Changes, change: &Change, time: u64) -> bool {
-    let by_other = |other: &Change| Some(other.asked) == change.outdone && is_before(other, time);
-    changes.iter().any(by_other)
+/// may see what no cut leaves. Where writes waver that holds as well for the several words that an applied snapshot may have.
+fn is_replaced(changes: &Changes, change: &Change, time: u64, waver: bool) -> bool {
+    changes.iter().any(|other| {
+        let is_sibling = other.asked == change.asked;
+        Some(other.asked) == change.outdone && is_before(other, time) && !(waver && is_sibling)
+    })
 }
 
 /// Returns true if the change was over when the request of `time` was made.

@@ -67,8 +67,11 @@ impl Oracle {
 
     /// A snapshot is asked for.
     pub fn ask_snapshot(&mut self, name: String) {
+        let waver = self.writes_waver;
         let known = Known {
-            expected: self.expect(0, self.sectors(), is_replaced),
+            expected: self.expect(0, self.sectors(), |changes, change, time| {
+                is_replaced(changes, change, time, waver)
+            }),
             creating: Some(self.ask_flush()),
             is_sure: false,
             is_doubtful: false,
@@ -308,6 +311,23 @@ mod tests {
             oracle.clone().judge_snapshots(&found(2)).expect("what was read");
             assert_eq!(oracle.judge_snapshots(&found(1)).is_ok(), !well);
         }
+    }
+
+    #[test]
+    fn applied_snapshot_may_lose_a_failed_change_that_a_read_saw() {
+        let mut oracle = Oracle::new(&[1]);
+        oracle.writes_waver = true;
+        let failed = oracle.ask_change(0, [2].into_iter());
+        oracle.answer_change(&failed, false, false);
+        oracle.ask_snapshot(NAME.to_owned());
+        oracle.answer_snapshot(NAME, End::Done);
+        change(&mut oracle, 3);
+        let applied = oracle.ask_application(NAME).expect("there is one");
+        oracle.answer_change(&applied, true, true);
+        let read = oracle.ask_read(0, 1);
+        oracle.answer_read(&read, &[Some(2)]).expect("one of both");
+        oracle.close();
+        assert!(oracle.survives(0, 1) && oracle.survives(0, 2) && !oracle.survives(0, 3));
     }
 
     #[test]
