@@ -248,14 +248,15 @@ impl Oracle {
 
     /// A read is asked for.
     pub fn ask_read(&mut self, first: u64, count: u64) -> Expected {
-        self.expect(first, count, |_, change, _| change.outdone.is_some())
+        self.expect(first, count, false)
     }
 
-    /// What begins now sees the changes of these sectors that may be the last, unless it is `past` one (of a sector's changes, at a time).
-    fn expect(&mut self, first: u64, count: u64, past: impl Fn(&Changes, &Change, u64) -> bool) -> Expected {
+    /// Expects of sectors what a read may see that is asked for now; or, `durably`, what may be on the disk when all that has ended is
+    /// synced.
+    fn expect(&mut self, first: u64, count: u64, durably: bool) -> Expected {
         self.reads += 1;
         let time = self.tick();
-        let words = (first..first + count).map(|sector| self.seen_at(sector, time, &past));
+        let words = (first..first + count).map(|sector| self.seen_at(sector, time, durably));
         let words = words.collect();
         Expected {
             asked: Asked { time, first, count },
@@ -263,13 +264,8 @@ impl Oracle {
         }
     }
 
-    /// The words that [`Oracle::expect`] finds for a sector.
-    fn seen_at(
-        &self,
-        sector: u64,
-        time: u64,
-        past: impl Fn(&Changes, &Change, u64) -> bool,
-    ) -> SmallVec<[u64; 4]> {
+    /// Returns the words of a sector that [`Oracle::expect`] lists, of what was asked for until now.
+    fn seen_at(&self, sector: u64, time: u64, durably: bool) -> SmallVec<[u64; 4]> {
         let Some(changes) = self.sectors.get(sector as usize) else {
             return SmallVec::from_slice(&[ZERO]);
         };
@@ -279,9 +275,13 @@ impl Oracle {
             .map(|change| change.asked)
             .max()
             .unwrap_or(0);
+        let is_outdone = |change: &Change| match durably {
+            true => is_replaced(changes, change, time, self.writes_waver),
+            false => change.outdone.is_some(),
+        };
         let visible = changes
             .iter()
-            .filter(|change| !is_over_before(change, last) && !past(changes, change, time));
+            .filter(|change| !is_over_before(change, last) && !is_outdone(change));
         visible.map(|change| change.word).collect()
     }
 
@@ -443,8 +443,9 @@ fn is_before(change: &Change, time: u64) -> bool {
     matches!(change.answered, Some((answered, true)) if answered < time)
 }
 
-/// Returns true if a read has seen another change after this one, and the other had succeeded before `time`: of one that failed, a reader
-/// may see what no cut leaves. Where writes waver that holds as well for the several words that an applied snapshot may have.
+/// Returns true if a read has seen that another change came after this one, and the other had succeeded before `time`. Of a change that
+/// failed, readers may see what no cut leaves. Where writes waver, so may they of the words that one application of a snapshot may have
+/// given the sector: none of these replaces another.
 fn is_replaced(changes: &Changes, change: &Change, time: u64, waver: bool) -> bool {
     changes.iter().any(|other| {
         let is_sibling = other.asked == change.asked;
