@@ -101,11 +101,13 @@ impl World {
             return Err(difference);
         }
         let kept = self.reads(&cut, Some(SNAPSHOT)).map_err(told)?;
-        let same = kept.iter().zip(&self.before).position(|(a, b)| a != b);
-        match same {
+        // As slices first: byte by byte it takes longer than all of QEMU's tools.
+        if kept == self.before {
+            return Ok(leaks);
+        }
+        match kept.iter().zip(&self.before).position(|(a, b)| a != b) {
             Some(at) => Err(format!("the snapshot differs at {at}")),
-            None if kept.len() != self.before.len() => Err(format!("the snapshot has {} bytes", kept.len())),
-            None => Ok(leaks),
+            None => Err(format!("the snapshot has {} bytes", kept.len())),
         }
     }
 
