@@ -40,7 +40,7 @@ use crate::metrics::{DiskReport, Metrics};
 use crate::open;
 use crate::pid_file::PidFile;
 use crate::sandbox::Task;
-use crate::{background, limits, sd_notify};
+use crate::{background, image_folders, limits, sd_notify};
 use begin::{Entrance, confine_files, find_all, keep_sockets, take_over};
 use desk::VhostUserDesk;
 pub use file::{ConfigFile, FileError, Start};
@@ -74,12 +74,7 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
         options,
         file,
     } = wanted;
-    if let Some(folder) = places.images.iter().find(|folder| !folder.is_dir()) {
-        let folder = folder.display();
-        return Err(CommandFailure::Usage(format!(
-            "--images {folder}: it is no folder; expected one with images, or for them"
-        )));
-    }
+    image_folders::check(&places.images)?;
     if options.detached {
         background::leave_session().map_err(not_started)?;
     }

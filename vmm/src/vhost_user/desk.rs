@@ -9,7 +9,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use virtio_devices::vhost_user::StopToken;
 
-use super::orders::{Order, Orders};
+use super::orders::Orders;
 use super::roster::Roster;
 use crate::control::{Control, Request, Server};
 use crate::exchange::{self, Desk, Listed, ServedDisk};
@@ -83,9 +83,9 @@ impl Desk for VhostUserDesk {
 
     fn special(&self, request: Request) -> Result<Value, String> {
         match request {
-            Request::DiskAdd { disk, socket } => self.orders.ask(|answer| Order::Add(disk, socket, answer)),
-            Request::DiskRemove { id } => self.orders.ask(|answer| Order::Remove(id, answer)),
-            Request::Reload {} => self.orders.ask(Order::Reload),
+            Request::DiskAdd { disk, socket } => self.orders.ask(move |roster| roster.add(&disk, socket)),
+            Request::DiskRemove { id } => self.orders.ask(move |roster| roster.remove(&id)),
+            Request::Reload {} => self.orders.ask(|roster| roster.reload()),
             other => Err(exchange::refusal(Self::SERVER, &other)),
         }
     }

@@ -34,6 +34,7 @@ use super::workers;
 use crate::control::DiskKeys;
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::{CommandFailure, chain};
+use crate::image_folders;
 use crate::sd_notify::Manager;
 use crate::socket::{Socket, check_path};
 use crate::takeover::TakeoverSocket;
@@ -271,9 +272,7 @@ impl Roster {
     /// Serves one more disk. If that fails all is as it was.
     pub(super) fn add(&self, keys: &DiskKeys, socket: Option<PathBuf>) -> Result<Value, String> {
         if !self.setup.takes_disks() {
-            return Err(
-                "its sandbox lets no further image be opened; start it with --images FOLDER, or with --sandbox off".to_owned(),
-            );
+            return Err(image_folders::NO_FOLDER.to_owned());
         }
         let mut config = keys.config().map_err(|error| error.to_string())?;
         config.is_own().map_err(|error| error.to_string())?;
@@ -364,26 +363,10 @@ impl Roster {
             Place::Descriptor(_) => None,
         };
         let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        let folders = &self.setup.images;
         let places = [("image", Some(config.path.as_path())), ("socket", socket)];
-        for (what, path) in places {
-            let Some(path) = path else { continue };
-            let mut within = folders
-                .iter()
-                .map(|folder| absolute(path).starts_with(absolute(folder)));
-            if self.setup.options.sandbox && !within.any(|is_within| is_within) {
-                let folders = folders.iter().map(|folder| folder.display().to_string());
-                let folders: Vec<_> = folders.collect();
-                let folders = if folders.is_empty() {
-                    "there is none".to_owned()
-                } else {
-                    folders.join(", ")
-                };
-                return Err(format!(
-                    "its sandbox allows no {what} at {}; expected one in a folder of --images: {folders}",
-                    path.display(),
-                ));
-            }
+        let places = places.iter().filter_map(|(what, path)| Some((what, (*path)?)));
+        for (what, path) in places.filter(|_| self.setup.options.sandbox) {
+            image_folders::check_within(&self.setup.images, what, path)?;
         }
         let taken = self.setup.taken.iter().map(|path| absolute(path));
         let mut taken = sockets(&served).into_iter().chain(taken);
