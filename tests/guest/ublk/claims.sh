@@ -14,6 +14,12 @@ wait $server || true
 ln data.qcow2 link.qcow2
 ended link ringdisk ublk add --disk path=/tmp/work/link.qcow2,backing_files=on --daemonize
 ended vhost-user timeout 20 /mnt/ringdisk vhost-user --socket s.sock --disk path=data.qcow2,backing_files=on
+# Also from inside a sandbox.
+/mnt/ringdisk vhost-user --images . --control v.control 2>v.err & vhost=$!
+soon 60 [ -S v.control ]
+ended later ringdisk ctl --socket v.control disk-add --disk path=data.qcow2,backing_files=on --listen s.sock
+kill $vhost
+wait $vhost
 ended io ringdisk io --disk path=data.qcow2,backing_files=on -c "write -P 1 0 64k"
 ended base ringdisk io --disk path=base.qcow2 -c "write -P 1 0 64k"
 ended repair ringdisk image check --repair all data.qcow2

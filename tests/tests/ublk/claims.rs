@@ -14,7 +14,7 @@ fn judge(outcome: &Outcome) {
     let all = said(outcome);
     let value = |key: &str| outcome.value(key).unwrap_or_else(|| panic!("no {key:?}: {all}"));
     let way_out = "which waits for a server: `ringdisk ublk recover 0`, or `ringdisk ublk del 0`";
-    for key in ["link ", "vhost-user ", "io ", "repair ", "waits "] {
+    for key in ["link ", "vhost-user ", "later ", "io ", "repair ", "waits "] {
         let told = value(key);
         assert!(
             told.starts_with("1 ringdisk: ")

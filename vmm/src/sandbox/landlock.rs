@@ -32,6 +32,7 @@ pub(super) fn restrict(allowed: &AllowedFiles) -> Result<(), SandboxError> {
     let rules = [
         (&allowed.writable, write),
         (&allowed.readable, read),
+        (&allowed.readable_in, read | AccessFs::ReadDir),
         (&allowed.removable_in, remove),
         (&allowed.open, open),
     ];

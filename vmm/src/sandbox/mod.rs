@@ -27,6 +27,8 @@ pub struct AllowedFiles {
     pub writable: Vec<PathBuf>,
     /// To be opened for reading.
     pub readable: Vec<PathBuf>,
+    /// Folders whose files, at any depth, may be listed and opened for reading.
+    pub readable_in: Vec<PathBuf>,
     /// Folders from which files, the sockets, are removed in the end.
     pub removable_in: Vec<PathBuf>,
     /// Folders whose files, at any depth, may be opened for reading and writing, and in which sockets may be made and removed.

@@ -65,6 +65,17 @@ pub fn refuse_claimed(path: &Path, own: Option<u32>) -> Result<(), ClaimError> {
     refuse_in(&state::folder(), Path::new(state::BLOCK_DEVICES), path, own)
 }
 
+/// The folders that [`refuse_claimed`] looks at, which a sandbox has to leave readable where images are opened later. That of the
+/// saved states is made if it is not there: devices may come later, too.
+#[must_use]
+pub fn folders() -> Vec<PathBuf> {
+    if let Err(error) = state::make_folder() {
+        tracing::debug!(%error, "there is no folder for saved states of block devices");
+    }
+    let folders = [state::folder(), state::VIRTUAL_DEVICES.into()];
+    folders.into_iter().filter(|folder| folder.is_dir()).collect()
+}
+
 /// As [`refuse_claimed`], with what is remembered in `folder` of the devices in `devices`.
 fn refuse_in(folder: &Path, devices: &Path, path: &Path, own: Option<u32>) -> Result<(), ClaimError> {
     // Whoever opens it says what is wrong.

@@ -1,6 +1,7 @@
 //! The processes that serve devices.
 
 use std::fs;
+use std::io;
 
 use virtio_devices::ublk::abi::DeviceInfo;
 
@@ -11,7 +12,11 @@ pub(super) fn is_alive(info: &DeviceInfo) -> bool {
 
 /// Returns true if a process runs. A zombie does not.
 pub(super) fn is_process_alive(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => stat,
+        // It is there, and our sandbox keeps us from looking closer.
+        Err(error) => return error.kind() == io::ErrorKind::PermissionDenied,
+    };
     let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
     !matches!(state, None | Some('Z' | 'X'))
 }

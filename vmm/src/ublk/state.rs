@@ -17,6 +17,9 @@ use crate::disk_config::DiskConfig;
 /// The folder of privileged servers' files.
 const FOLDER: &str = "/run/ringdisk/ublk";
 
+/// The sysfs folder that those in [`BLOCK_DEVICES`] lead to, of devices without hardware.
+pub(super) const VIRTUAL_DEVICES: &str = "/sys/devices/virtual/block";
+
 /// The sysfs folder of block devices.
 pub(super) const BLOCK_DEVICES: &str = "/sys/block";
 

@@ -26,6 +26,7 @@ use crate::metrics::Address;
 use crate::pid_file::PidFile;
 use crate::socket::{Socket, SocketError, folder_of};
 use crate::takeover::{self, Offer, TakeoverSocket};
+use crate::ublk::claim;
 use crate::{open, parallel, sandbox};
 
 /// Disks whose images were found, with their sockets.
@@ -142,6 +143,9 @@ pub(super) fn confine_files(
     removable_in.extend(control.map(|control| folder_of(control.path())));
     removable_in.extend(places.pid_file.as_deref().map(folder_of));
     allowed.open.extend(places.images.iter().cloned());
+    if !places.images.is_empty() {
+        allowed.readable_in.extend(claim::folders());
+    }
     allowed
         .readable
         .extend(file.into_iter().flat_map(ConfigFile::folders));

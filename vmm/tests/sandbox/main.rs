@@ -32,7 +32,7 @@ fn inside_after(name: &str, before: fn(), task: Task, attempts: fn(&Path)) -> St
             writable: vec![folder.join("image")],
             readable: vec![folder.join("base")],
             removable_in: vec![folder.join("sockets")],
-            open: Vec::new(),
+            ..AllowedFiles::default()
         };
         before();
         sandbox::restrict_files(&allowed).expect("file restrictions");
