@@ -11,6 +11,8 @@ use std::time::Duration;
 use lab::nested::Toolbox;
 use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 
+#[path = "ublk/additions.rs"]
+mod additions;
 #[path = "ublk/claims.rs"]
 mod claims;
 #[path = "ublk/crash.rs"]

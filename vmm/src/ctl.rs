@@ -112,9 +112,10 @@ enum Command {
         #[arg(value_name = "KEY=VALUE,...|none")]
         limits: Option<String>,
     },
-    /// Add a disk to a machine, or to a vhost-user server
+    /// Add a disk to a machine, or to a server
     ///
-    /// A vhost-user server adds those whose images and sockets are in the folders of its --images.
+    /// A server adds those whose images, and sockets, are in the folders of its --images. One of block devices makes a device of the
+    /// disk, and prints its number and path.
     #[command(after_help = machine_keys_help())]
     DiskAdd {
         /// Disk: path=FILE and other key=value pairs; a relative path starts at the working directory of the machine or server
@@ -124,9 +125,11 @@ enum Command {
         #[arg(long, value_name = "SOCKET")]
         listen: Option<std::path::PathBuf>,
     },
-    /// Remove a disk: ask the guest to release it, or disconnect its client, then close its image
+    /// Remove a disk: ask the guest to release it, disconnect its client, or delete its block device, then close its image
+    ///
+    /// A block device that is in use stays; see `ringdisk ublk del --force`.
     DiskRemove {
-        /// The disk's id or, without one, its path
+        /// The disk's id or, without one, its path; a block device's number
         id: String,
     },
     /// Have a server read its configuration file again (`ringdisk serve`): add, remove and change disks

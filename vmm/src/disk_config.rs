@@ -9,7 +9,7 @@
 //! later.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use block::throttle::RateLimits;
@@ -314,6 +314,13 @@ impl DiskConfig {
     #[must_use]
     pub fn writes_image(&self) -> bool {
         !self.readonly && self.overlay.is_none()
+    }
+
+    /// Has its relative paths start in `directory`.
+    pub(crate) fn start_in(&mut self, directory: &Path) {
+        self.path = directory.join(&self.path);
+        let secret_file = self.secret_file.take();
+        self.secret_file = secret_file.map(|file| file.in_directory(directory));
     }
 
     /// Refuses a temporary overlay beside an option by which another process would continue with the disk.

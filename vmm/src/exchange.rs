@@ -224,9 +224,6 @@ pub(crate) fn refusal(server: &str, request: &Request) -> String {
     let why = match request {
         Request::Pause {} | Request::Resume {} => "it has no guest; only `ringdisk run` pauses one",
         Request::PowerButton {} | Request::Reset {} => "it has no guest; only `ringdisk run` has buttons",
-        Request::DiskAdd { .. } | Request::DiskRemove { .. } => {
-            "its disks are those that it was started with; `ringdisk run` and `vhost-user` add and remove disks"
-        }
         Request::Reload {} => "only `ringdisk serve` has a configuration file",
         Request::HandOver { .. } | Request::PassLocks {} => {
             "only `ringdisk ublk` hands its devices over this way; see --takeover for `ringdisk vhost-user`"

@@ -3,6 +3,7 @@
 //! It has its own module because adding, recovering and handing over a device all read it. Invariant: nothing here talks to the
 //! driver; a value out of range is refused before the first command.
 
+use std::fmt;
 use std::time::Duration;
 
 use block::worker::WorkerConfig;
@@ -64,6 +65,18 @@ impl Recovery {
         } else {
             Self::Wait
         }
+    }
+}
+
+impl fmt::Display for Recovery {
+    /// As `--recovery` has it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Reissue => "reissue",
+            Self::Wait => "wait",
+            Self::Fail => "fail",
+            Self::Off => "off",
+        })
     }
 }
 

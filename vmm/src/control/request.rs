@@ -82,13 +82,13 @@ pub enum Request {
     DiskAdd {
         /// The keys of `--disk`.
         disk: DiskKeys,
-        /// The path of the socket to serve it on, of a vhost-user server; a machine has none.
+        /// The path of the socket to serve it on, of a vhost-user server; a machine and a block device have none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         socket: Option<PathBuf>,
     },
-    /// Ask the guest to let a disk go, and close it when it has.
+    /// Ask the guest to let a disk go, and close it when it has; delete a block device that nobody uses.
     DiskRemove {
-        /// The disk, by its id or, without one, its path.
+        /// The disk, by its id or, without one, its path; the number of a block device.
         id: String,
     },
     /// Follow the configuration file as it is now.
@@ -327,6 +327,25 @@ impl DiskKeys {
     pub fn config(&self) -> Result<DiskConfig, DiskConfigError> {
         let items = self.items();
         DiskConfig::from_items(items.iter().map(|(key, value)| (*key, value.as_str())))
+    }
+
+    /// The `--disk` text of the same keys and values.
+    ///
+    /// # Errors
+    ///
+    /// The key whose value no such text can have.
+    pub(crate) fn text(&self) -> Result<String, String> {
+        let mut texts = Vec::new();
+        for (key, value) in self.items() {
+            let plain = format!("{key}={value}");
+            let forms = [&plain, &format!("{key}=\"{value}\"")];
+            let read_back = |text: &&&String| key_value::items(text) == Ok(vec![(key, value.as_str())]);
+            let form = forms.iter().find(read_back).ok_or_else(|| {
+                format!("{key} has a comma and a quote in its value, {value}; expected one of them at most")
+            })?;
+            texts.push((*form).clone());
+        }
+        Ok(texts.join(","))
     }
 
     /// The keys, with their values as texts.

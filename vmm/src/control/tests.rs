@@ -128,8 +128,8 @@ fn control_page_lists_exactly_the_requests() {
         }
         commands.push(parsed.name());
     }
-    // Of a machine and of a vhost-user server.
-    assert_eq!(commands.iter().filter(|name| **name == "disk-add").count(), 2);
+    // Of a machine, of a vhost-user server and of one of block devices.
+    assert_eq!(commands.iter().filter(|name| **name == "disk-add").count(), 3);
     commands.dedup();
     assert_eq!(
         commands,
@@ -169,7 +169,7 @@ fn control_page_lists_exactly_the_requests() {
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 27, "an answer for each, and an error");
+    assert_eq!(answers.len(), 28, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
@@ -263,6 +263,16 @@ fn disk_add_takes_the_command_line_keys() {
         r#"{"path":"a,b.qcow2","id":"a","num_queues":2,"queue_affinity":"[0@[0],1@[1-2]]","readonly":true}"#;
     let written: DiskKeys = serde_json::from_str(json).expect("keys");
     assert_eq!(written.config(), keys.config());
+    // Who comes later reads them as text.
+    for keys in [&keys, &written] {
+        let text = keys.text().expect("a text");
+        assert_eq!(DiskConfig::parse(&text), keys.config(), "{text}");
+    }
+    let odd: DiskKeys = serde_json::from_str(r#"{"path":"a\",\"b"}"#).expect("keys");
+    let told = odd.text().expect_err("no text has it");
+    assert!(told.starts_with("path has a comma and a quote"), "{told}");
+    let odd: DiskKeys = serde_json::from_str(r#"{"path":"a\"b","id":"[x,y"}"#).expect("keys");
+    assert_eq!(odd.text().as_deref(), Ok("id=\"[x,y\",path=a\"b"));
     for (disk, said) in [
         (r#"{"path":"a","pth":"b"}"#, "unknown key `pth`"),
         (r#"{"id":"b"}"#, "`path` is missing"),

@@ -144,8 +144,14 @@ pub enum UblkSnapshotCommand {
 const ZERO_COPY_FROM_TEXT: &str = "0";
 
 /// The options common to `add`, `recover` and `upgrade`.
-#[derive(Args, Debug)]
+#[derive(Args, Clone, Debug)]
 pub struct ServeArguments {
+    /// Folder whose images `ringdisk ctl disk-add` may add as further devices; the server then goes on also without any
+    ///
+    /// Images are opened by a thread that can open all files there, at any depth, and no others. Without the sandbox any image can be
+    /// added.
+    #[arg(long, num_args = 1.., value_name = "FOLDER")]
+    pub images: Vec<std::path::PathBuf>,
     /// Rate limits that several disks share: id=NAME with the bw_... and ops_... keys of --disk. A disk joins with
     /// rate_limit_group=NAME
     #[arg(long, num_args = 1.., value_name = "KEY=VALUE,...")]
@@ -208,7 +214,7 @@ impl ServeArguments {
 #[derive(Args, Debug)]
 pub struct AddArguments {
     /// Disk: path=FILE and other key=value pairs; can be repeated
-    #[arg(long, required = true, num_args = 1.., value_name = "KEY=VALUE,...")]
+    #[arg(long, required_unless_present = "images", num_args = 1.., value_name = "KEY=VALUE,...")]
     pub disk: Vec<String>,
     /// Number of the first device; the others follow [default: any]
     #[arg(long, value_name = "N")]

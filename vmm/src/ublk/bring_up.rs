@@ -11,7 +11,6 @@ use block::lock::LockSet;
 use serde_json::json;
 use virtio_devices::ublk::{Events, RecoveringDevice, Recovery, UblkDevice, block_path};
 
-use super::arguments::ServeArguments;
 use super::by_id;
 use super::claimed_file::ClaimedFile;
 use super::priority::RaisedPriority;
@@ -52,7 +51,7 @@ enum Begun {
     Recovering(RecoveringDevice),
 }
 
-/// Serves the disks; answers the lines that say so. I/O of devices in recovery flows only when all of them have their
+/// Serves the disks; answers the numbers of their devices. I/O of devices in recovery flows only when all of them have their
 /// queues: that of the first would take the others' time. If one of them fails then, it waits for another server, and the
 /// others are served: that failure is the second part of the answer.
 pub(super) fn bring_up(
@@ -60,9 +59,11 @@ pub(super) fn bring_up(
     disks: Vec<(Wanted, OpenedDisk)>,
     events: &mpsc::Sender<Event>,
     socket: &Path,
-    arguments: &ServeArguments,
-) -> Result<(String, Option<CommandFailure>), CommandFailure> {
+) -> Result<(Vec<u32>, Option<CommandFailure>), CommandFailure> {
     let mut shared = server.lock();
+    if shared.is_ending() {
+        return Err(CommandFailure::Failed("the server is stopping".into()));
+    }
     let about = |wanted: &Wanted, error| CommandFailure::about(wanted.disk.name(), error);
     let (mut begun, mut failure, mut late) = (Vec::new(), None, None);
     for (wanted, opened) in disks {
@@ -117,26 +118,20 @@ pub(super) fn bring_up(
             }
         }
     }
-    let mut lines = String::new();
+    let mut ids = Vec::new();
     for (wanted, opened, device) in served {
-        lines += &remember(&mut shared, wanted, opened, device, socket, arguments);
+        ids.push(device.id());
+        remember(&mut shared, wanted, opened, device, socket);
     }
     let nobody = shared.devices.is_empty();
     match failure.or_else(|| late.take_if(|_| nobody)) {
         Some(failure) => Err(failure),
-        None => Ok((lines, late)),
+        None => Ok((ids, late)),
     }
 }
 
-/// Keeps a device that is served; answers the line that says so.
-fn remember(
-    shared: &mut ServerState,
-    wanted: Wanted,
-    opened: OpenedDisk,
-    device: UblkDevice,
-    socket: &Path,
-    arguments: &ServeArguments,
-) -> String {
+/// Keeps a device that is served.
+fn remember(shared: &mut ServerState, wanted: Wanted, opened: OpenedDisk, device: UblkDevice, socket: &Path) {
     let (id, name) = (device.id(), wanted.disk.name());
     let remembered = SavedDevice {
         id,
@@ -160,14 +155,6 @@ fn remember(
         tracing::warn!(%error, device = id, "cannot save the state of the device; `ublk recover` will need --disk");
     }
     by_id::make(id, wanted.disk.serial.as_deref());
-    let path = block_path(id);
-    let line = if arguments.json {
-        let transport = device.transport().to_string();
-        let queues = device.info().nr_hw_queues;
-        json!({"id": id, "path": path, "disk": name, "transport": transport, "queues": queues}).to_string()
-    } else {
-        path
-    };
     let disk = ServedDisk::of(block_path(id), &wanted.disk, device.stats(), &opened);
     shared.devices.insert(
         id,
@@ -175,10 +162,26 @@ fn remember(
             device,
             name,
             disk,
-            serial: wanted.disk.serial,
+            config: wanted.disk,
             opened,
             recovered: wanted.recover.is_some(),
         },
     );
-    line + "\n"
+}
+
+/// The lines that say which devices are served, of these numbers.
+pub(super) fn lines(server: &Server, ids: &[u32], json: bool) -> String {
+    let shared = server.lock();
+    let line = |id: &u32| {
+        let served = shared.devices.get(id)?;
+        let (path, device) = (block_path(*id), &served.device);
+        if !json {
+            return Some(path + "\n");
+        }
+        let (transport, queues) = (device.transport().to_string(), device.info().nr_hw_queues);
+        let line =
+            json!({"id": id, "path": path, "disk": served.name, "transport": transport, "queues": queues});
+        Some(format!("{line}\n"))
+    };
+    ids.iter().filter_map(line).collect()
 }

@@ -3,6 +3,7 @@
 //! One process serves any number of devices, until a stop signal or until they are deleted. Invariants: an image is open and
 //! locked before its device appears, and the device is gone before the image is closed.
 
+mod additions;
 pub mod arguments;
 mod bring_up;
 mod by_id;

@@ -9,20 +9,23 @@ use std::sync::{Arc, mpsc};
 use serde_json::{Value, json};
 use virtio_devices::ublk::{ResizeError, UblkDevice, block_path};
 
-use super::hand_over;
 use super::served::{Event, Served, Server};
+use super::{additions, hand_over};
 use crate::control::Request;
 use crate::exchange::{self, Listed, ServedDisk};
+use crate::image_folders;
 
 /// The server, as its control sockets see it.
 pub(super) struct UblkDesk {
     pub(super) server: Server,
     /// For the main thread.
     pub(super) events: mpsc::Sender<Event>,
+    /// `None`: its sandbox lets no device come or go.
+    pub(super) additions: Option<additions::Desk>,
 }
 
 /// Returns the device of this number.
-fn find<'a>(devices: &'a BTreeMap<u32, Served>, id: &str) -> Result<(u32, &'a Served), String> {
+pub(super) fn find<'a>(devices: &'a BTreeMap<u32, Served>, id: &str) -> Result<(u32, &'a Served), String> {
     let number = id.parse().ok();
     let found = number.and_then(|number| Some((number, devices.get(&number)?)));
     found.ok_or_else(|| format!("this server has no device {id}"))
@@ -97,8 +100,15 @@ impl exchange::Desk for UblkDesk {
     }
 
     fn special(&self, request: Request) -> Result<Value, String> {
-        let Request::HandOver { version, devices } = request else {
-            return Err(exchange::refusal(Self::SERVER, &request));
+        let takes = || self.additions.as_ref().ok_or(image_folders::NO_FOLDER);
+        let (version, devices) = match request {
+            Request::HandOver { version, devices } => (version, devices),
+            Request::DiskAdd { socket: Some(_), .. } => {
+                return Err("a block device has no socket; expected none".to_owned());
+            }
+            Request::DiskAdd { disk, socket: None } => return takes()?.add(disk),
+            Request::DiskRemove { id } => return takes()?.remove(id),
+            request => return Err(exchange::refusal(Self::SERVER, &request)),
         };
         let mut shared = self.server.lock();
         let shared = &mut *shared;

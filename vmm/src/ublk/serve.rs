@@ -4,22 +4,24 @@
 //! even if another one fails. A device with a broken queue does no more I/O, and is left untouched until this process
 //! exits: then it can be recovered.
 
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::sync::{Arc, mpsc};
 
 use parking_lot::Mutex;
 use virtio_devices::ublk::{QueueEvent, block_path};
 
+use super::additions::Additions;
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
-use super::bring_up::{bring_up, open_disk};
+use super::bring_up::{self, bring_up, open_disk};
+use super::groups::Groups;
 use super::served::{Event, Server, ServerState, close};
 use super::upgrade::{self, Predecessor};
-use super::wanted::{self, Wanted};
-use super::{command_process, devices, hand_over, requests, sandbox, served, state};
+use super::wanted::{self, NewDevices, Wanted};
+use super::{additions, command_process, devices, hand_over, requests, sandbox, served, state};
 use crate::control::{Control as ControlSocket, Server as ControlServer};
 use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
 use crate::exchange;
+use crate::image_folders;
 use crate::metrics::Metrics;
 use crate::open;
 use crate::parallel;
@@ -28,17 +30,22 @@ use crate::signals::StopSignals;
 use crate::socket::Socket;
 use crate::{background, limits, sd_notify};
 
+/// The devices that descriptors are prepared for where others may be added.
+const LATER_DEVICES: u64 = 1024;
+
 /// `ringdisk ublk add`.
 ///
 /// # Errors
 ///
 /// A failure that names the disk; no device of this call is left then.
 pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
-    let wanted = wanted::added(arguments)?;
+    let new = NewDevices::of(arguments)?;
+    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
+    let wanted = wanted::added(arguments, &new, &mut groups)?;
     if arguments.serve.daemonize {
         return background::start();
     }
-    serve(wanted, Vec::new(), &arguments.serve)
+    serve(wanted, Vec::new(), &arguments.serve, (new, groups))
 }
 
 /// `ringdisk ublk recover`.
@@ -61,11 +68,13 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
         writeln!(std::io::stderr(), "no device waits for a server")?;
         return Ok(EXIT_OK);
     }
-    let wanted = wanted::again(&ids, &arguments.disk, &arguments.serve)?;
+    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
+    let wanted = wanted::again(&ids, &arguments.disk, &arguments.serve, &mut groups)?;
     if arguments.serve.daemonize {
         return background::start();
     }
-    serve(wanted, Vec::new(), &arguments.serve)
+    let later = (NewDevices::default(), groups);
+    serve(wanted, Vec::new(), &arguments.serve, later)
 }
 
 /// `ringdisk ublk upgrade`.
@@ -84,23 +93,27 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
         writeln!(std::io::stderr(), "no device has a server to take over from")?;
         return Ok(EXIT_OK);
     }
-    let wanted = wanted::again(&ids, &[], &arguments.serve)?;
+    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
+    let wanted = wanted::again(&ids, &[], &arguments.serve, &mut groups)?;
     for wanted in &wanted {
         open::rehearse(&wanted.disk).map_err(|error| CommandFailure::Failed(error.into()))?;
     }
     if arguments.serve.daemonize {
         return background::start();
     }
-    serve(wanted, predecessors, &arguments.serve)
+    let later = (NewDevices::default(), groups);
+    serve(wanted, predecessors, &arguments.serve, later)
 }
 
-/// Serves all of them until the end, some of them instead of others who do so now.
+/// Serves all of them until the end, some of them instead of others who do so now; and devices that are `later` added, like these.
 fn serve(
     mut wanted: Vec<Wanted>,
     predecessors: Vec<Predecessor>,
     arguments: &ServeArguments,
+    later: (NewDevices, Groups),
 ) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
+    image_folders::check(&arguments.images)?;
     if arguments.detached > 0 {
         background::leave_session().map_err(start)?;
     }
@@ -117,12 +130,14 @@ fn serve(
     stop_on_signal(signals, sender.clone(), early).map_err(start)?;
     open::table_memory().set_limit_bytes(arguments.table_cache);
     // Files, rings and wake-ups of each queue.
-    limits::prepare_descriptors(
-        wanted
-            .iter()
-            .map(|disk| 32 + 16 * u64::from(disk.disk.num_queues))
-            .sum(),
-    );
+    let needed = |queues: u16| 32 + 16 * u64::from(queues);
+    let needed_now: u64 = wanted.iter().map(|disk| needed(disk.disk.num_queues)).sum();
+    let needed_later = if arguments.images.is_empty() {
+        0
+    } else {
+        LATER_DEVICES * needed(1)
+    };
+    limits::prepare_descriptors(needed_now + needed_later);
     // Before anything is taken over or opened: the address may be in use. That of an old server is ours when it has gone.
     let (confined, takeover) = (arguments.is_confined(), !predecessors.is_empty());
     let metrics = arguments.metrics.as_ref();
@@ -132,22 +147,19 @@ fn serve(
         .map_err(|error| CommandFailure::Failed(error.into()))?;
     let control = command_process::control()?;
     state::make_folder().map_err(|error| CommandFailure::about(state::folder().display(), error))?;
-    let server: Server = Arc::new(Mutex::new(ServerState {
-        control,
-        devices: BTreeMap::new(),
-        left: Vec::new(),
-        handed_over: false,
-    }));
+    let server: Server = Arc::new(Mutex::new(ServerState::new(control)));
     if let Some(metrics) = &metrics {
         metrics.report(served::reports(&server));
     }
     state::sweep(&state::folder());
     let socket = state::socket(std::process::id());
-    let (shared, own) = (Arc::clone(&server), socket.clone());
+    let (shared, own, answered) = (Arc::clone(&server), socket.clone(), sender.clone());
     let after_answer = move || {
         if shared.lock().handed_over {
             hand_over::end(&own);
         }
+        // If nobody listens any more, the process is ending.
+        answered.send(Event::Answered).unwrap_or_default();
     };
     // Who connects before the devices are there is answered then.
     let listening = Socket::listen(&socket).map_err(|error| CommandFailure::Failed(error.into()))?;
@@ -177,8 +189,11 @@ fn serve(
     // Those who had them have ended.
     lock_set.keep();
     *may_end.lock() = false;
-    let (mut first_failure, mut brought) = match bring_up(&server, opened, &sender, &socket, arguments) {
-        Ok((lines, failure)) => (failure.map(orphaned), Some(lines)),
+    let (mut first_failure, mut brought) = match bring_up(&server, opened, &sender, &socket) {
+        Ok((ids, failure)) => (
+            failure.map(orphaned),
+            Some(bring_up::lines(&server, &ids, arguments.json)),
+        ),
         Err(failure) => (Some(orphaned(failure)), None),
     };
     first_failure = taken.end().or(first_failure);
@@ -193,6 +208,20 @@ fn serve(
     if let (Some(_), Some(file)) = (&brought, &mut pid_file) {
         file.keep();
     }
+    let (new, groups) = later;
+    let additions = additions::Desk::start(Additions {
+        server: Arc::clone(&server),
+        events: sender.clone(),
+        socket: socket.clone(),
+        arguments: arguments.clone(),
+        new,
+        groups: Mutex::new(groups),
+        directory: wanted::here()?,
+        lock_set: lock_set.clone(),
+    });
+    let additions = additions
+        .inspect_err(|error| tracing::error!(%error, "no device can be added: its thread cannot be started"))
+        .unwrap_or_default();
     if brought.is_some() && arguments.is_confined() {
         let devices: Vec<String> = server.lock().devices.keys().map(|&id| block_path(id)).collect();
         // Threads that are started from here on are inside.
@@ -206,6 +235,7 @@ fn serve(
     let desk = Arc::new(requests::UblkDesk {
         server: Arc::clone(&server),
         events: sender,
+        additions,
     });
     let asked = ControlServer {
         after_answer: Arc::new(after_answer),
@@ -227,12 +257,13 @@ fn serve(
         manager.ready();
         // Whoever does not read this is served as well.
         std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
-        let failure = wait(&server, &events);
+        let failure = wait(&server, &events, !arguments.images.is_empty());
         first_failure = first_failure.or(failure);
     } else {
         server.lock().leave_recovered();
     }
     let mut shared = server.lock();
+    shared.has_ended = true;
     let served = std::mem::take(&mut shared.devices).into_values();
     if let Err(failure) = close(&mut shared.control, served) {
         first_failure.get_or_insert(failure);
@@ -240,8 +271,8 @@ fn serve(
     first_failure.map_or(Ok(EXIT_OK), Err)
 }
 
-/// Waits for a stop, or the end of every device. The failure is the first there was.
-fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailure> {
+/// Waits for a stop or, unless others may come, the end of every device. The failure is the first there was.
+fn wait(server: &Server, events: &mpsc::Receiver<Event>, others_may_come: bool) -> Option<CommandFailure> {
     let mut first_failure = None;
     while let Ok(event) = events.recv() {
         let mut shared = server.lock();
@@ -253,17 +284,17 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
                 tracing::info!(event = "stopping", signal, "stopping");
                 return first_failure;
             }
+            Event::Answered => {}
             Event::Queue(QueueEvent::Ended { device }) => {
-                if shared
-                    .devices
-                    .get(&device)
-                    .is_some_and(|served| served.device.is_ended())
-                    && let Some(served) = shared.devices.remove(&device)
-                {
-                    tracing::info!(device, "the device was deleted");
-                    if let Err(failure) = close(&mut shared.control, [served]) {
-                        first_failure.get_or_insert(failure);
-                    }
+                let ended = shared.devices.get(&device);
+                if !ended.is_some_and(|served| served.device.is_ended()) {
+                    // It was removed by a request, which is to be answered before the end.
+                    continue;
+                }
+                tracing::info!(device, "the device was deleted");
+                let served = shared.devices.remove(&device);
+                if let Err(failure) = close(&mut shared.control, served) {
+                    first_failure.get_or_insert(failure);
                 }
             }
             Event::Queue(QueueEvent::Broken { device, what }) => {
@@ -275,7 +306,7 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>) -> Option<CommandFailur
                 }
             }
         }
-        if shared.devices.is_empty() {
+        if shared.devices.is_empty() && !others_may_come {
             break;
         }
     }

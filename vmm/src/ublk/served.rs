@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use virtio_devices::ublk::{CloseError, Control, QueueEvent, UblkDevice, block_path};
 
 use super::{by_id, in_use, page_cache, state};
+use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE};
 use crate::exchange::ServedDisk;
 use crate::metrics::{DiskReport, Source};
@@ -20,7 +21,7 @@ use crate::open::OpenedDisk;
 pub(super) struct Served {
     pub(super) device: UblkDevice,
     pub(super) name: String,
-    pub(super) serial: Option<String>,
+    pub(super) config: DiskConfig,
     /// The disk, for requests of control sockets.
     pub(super) disk: Arc<ServedDisk>,
     pub(super) opened: OpenedDisk,
@@ -36,9 +37,27 @@ pub(super) struct ServerState {
     pub(super) left: Vec<OpenedDisk>,
     /// They are another server's now, and this process is about to end.
     pub(super) handed_over: bool,
+    /// They are being closed.
+    pub(super) has_ended: bool,
 }
 
 impl ServerState {
+    /// A server without devices.
+    pub(super) fn new(control: Control) -> Self {
+        Self {
+            control,
+            devices: BTreeMap::new(),
+            left: Vec::new(),
+            handed_over: false,
+            has_ended: false,
+        }
+    }
+
+    /// Returns true if no device may come any more.
+    pub(super) fn is_ending(&self) -> bool {
+        self.handed_over || self.has_ended
+    }
+
     /// Lets go of a device: it stays as it is until the end of this process, which the driver takes for its server's death. So
     /// does its image's lock.
     pub(super) fn leave(&mut self, served: Served) {
@@ -78,6 +97,8 @@ pub(super) fn reports(server: &Server) -> Arc<Source> {
 /// An event for the main thread.
 pub(super) enum Event {
     Stop(&'static str),
+    /// A request was answered, which may have removed a device.
+    Answered,
     Queue(QueueEvent),
 }
 
@@ -91,13 +112,13 @@ pub(super) fn close(
         let Served {
             device,
             name,
-            serial,
+            config,
             disk,
             opened,
             recovered: _,
         } = served;
         disk.detach();
-        prepare(&device, serial.as_deref());
+        prepare(&device, config.serial.as_deref());
         images.push((device.id(), name, opened));
         devices.push(device);
     }

@@ -34,45 +34,129 @@ pub(super) struct Wanted {
     pub(super) partitions: bool,
 }
 
+/// The properties of devices that are made, all of them alike.
+#[derive(Clone, Debug)]
+pub(super) struct NewDevices {
+    transport: TransportChoice,
+    zero_copy_from: u32,
+    recovery: Recovery,
+    io_bytes_max: u32,
+    partitions: bool,
+}
+
+impl Default for NewDevices {
+    /// As of `ublk add` without options.
+    fn default() -> Self {
+        let config = UblkConfig::default();
+        Self {
+            transport: TransportChoice::Auto,
+            zero_copy_from: config.zero_copy_from,
+            recovery: permitted(Recovery::Reissue),
+            io_bytes_max: config.io_bytes_max,
+            partitions: false,
+        }
+    }
+}
+
+/// The way in which I/O waits for the next server: the driver lets none wait for a user.
+fn permitted(recovery: Recovery) -> Recovery {
+    if may_administer() { recovery } else { Recovery::Off }
+}
+
+impl NewDevices {
+    /// Those of the options of `ublk add`.
+    ///
+    /// # Errors
+    ///
+    /// A failure that names the option.
+    pub(super) fn of(arguments: &AddArguments) -> Result<Self, CommandFailure> {
+        let transport = match arguments.transport.as_str() {
+            "copy" => TransportChoice::Only(Transport::Copy),
+            "user-copy" => TransportChoice::Only(Transport::UserCopy),
+            "zero-copy" => TransportChoice::Only(Transport::ZeroCopy),
+            _ => TransportChoice::Auto,
+        };
+        let recovery = match arguments.recovery.as_str() {
+            "wait" => Recovery::Wait,
+            "fail" => Recovery::Fail,
+            "off" => Recovery::Off,
+            _ => Recovery::Reissue,
+        };
+        let io_bytes_max = size::parse_bytes(&arguments.max_io)
+            .ok()
+            .and_then(|bytes| u32::try_from(bytes).ok())
+            .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes));
+        let Some(io_bytes_max) = io_bytes_max else {
+            let found = &arguments.max_io;
+            let message = format!("--max-io {found}: expected a power of two from 4K to 32M");
+            return Err(CommandFailure::Usage(message));
+        };
+        let zero_copy_from = size::parse_bytes(&arguments.zero_copy_from)
+            .ok()
+            .and_then(|bytes| u32::try_from(bytes).ok());
+        let Some(zero_copy_from) = zero_copy_from else {
+            let found = &arguments.zero_copy_from;
+            let message = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
+            return Err(CommandFailure::Usage(message));
+        };
+        Ok(Self {
+            transport,
+            zero_copy_from,
+            recovery: permitted(recovery),
+            io_bytes_max,
+            partitions: arguments.partitions,
+        })
+    }
+
+    /// A device of this disk that is made anew, with any number. Relative paths of `text` start in `directory`.
+    ///
+    /// # Errors
+    ///
+    /// A failure that names the disk and its key.
+    pub(super) fn wanted(
+        &self,
+        (text, disk): (String, DiskConfig),
+        rate_limit_group: Option<String>,
+        directory: PathBuf,
+        serve: &ServeArguments,
+    ) -> Result<Wanted, CommandFailure> {
+        if self.recovery != Recovery::Off {
+            disk.may_outlive_process(&format!("--recovery {}", self.recovery))?;
+        }
+        let config = UblkConfig {
+            id: None,
+            transport: self.transport,
+            zero_copy_from: self.zero_copy_from,
+            recovery: self.recovery,
+            io_bytes_max: self.io_bytes_max,
+            partitions: self.partitions,
+            ..config(&disk, serve)?
+        };
+        Ok(Wanted {
+            recover: None,
+            half_made: None,
+            text,
+            rate_limit_group,
+            directory,
+            disk,
+            config,
+            outlives: self.recovery != Recovery::Off,
+            partitions: self.partitions,
+        })
+    }
+}
+
 /// Returns the disks of `ringdisk ublk add`.
 ///
 /// # Errors
 ///
 /// A failure that names the argument or the disk.
-pub(super) fn added(arguments: &AddArguments) -> Result<Vec<Wanted>, CommandFailure> {
-    let transport = match arguments.transport.as_str() {
-        "copy" => TransportChoice::Only(Transport::Copy),
-        "user-copy" => TransportChoice::Only(Transport::UserCopy),
-        "zero-copy" => TransportChoice::Only(Transport::ZeroCopy),
-        _ => TransportChoice::Auto,
-    };
-    let recovery = match arguments.recovery.as_str() {
-        // The driver lets no I/O wait for a user.
-        _ if !may_administer() => Recovery::Off,
-        "wait" => Recovery::Wait,
-        "fail" => Recovery::Fail,
-        "off" => Recovery::Off,
-        _ => Recovery::Reissue,
-    };
-    let io_bytes_max = size::parse_bytes(&arguments.max_io)
-        .ok()
-        .and_then(|bytes| u32::try_from(bytes).ok())
-        .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes));
-    let Some(io_bytes_max) = io_bytes_max else {
-        let found = &arguments.max_io;
-        let message = format!("--max-io {found}: expected a power of two from 4K to 32M");
-        return Err(CommandFailure::Usage(message));
-    };
-    let zero_copy_from = size::parse_bytes(&arguments.zero_copy_from)
-        .ok()
-        .and_then(|bytes| u32::try_from(bytes).ok());
-    let Some(zero_copy_from) = zero_copy_from else {
-        let found = &arguments.zero_copy_from;
-        let message = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
-        return Err(CommandFailure::Usage(message));
-    };
+pub(super) fn added(
+    arguments: &AddArguments,
+    new: &NewDevices,
+    groups: &mut Groups,
+) -> Result<Vec<Wanted>, CommandFailure> {
     let directory = here()?;
-    let mut groups = Groups::parse(&arguments.serve.rate_limit_group)?;
     let texts = &arguments.disk;
     let disks = texts
         .iter()
@@ -81,10 +165,7 @@ pub(super) fn added(arguments: &AddArguments) -> Result<Vec<Wanted>, CommandFail
     once::check_images(&disks)?;
     let mut wanted = Vec::new();
     for ((text, mut disk), nth) in texts.iter().zip(disks).zip(0u32..) {
-        let rate_limit_group = groups.join(&mut disk, None)?;
-        if recovery != Recovery::Off {
-            disk.may_outlive_process(&format!("--recovery {}", arguments.recovery))?;
-        }
+        let group = groups.join(&mut disk, None)?;
         if arguments.or_recover {
             disk.may_outlive_process("--or-recover")?;
         }
@@ -93,27 +174,12 @@ pub(super) fn added(arguments: &AddArguments) -> Result<Vec<Wanted>, CommandFail
             Some(id) if arguments.or_recover => or_recover::look(id, text, &directory)?,
             _ => Found::Nothing,
         };
-        let config = UblkConfig {
-            id,
-            transport,
-            zero_copy_from,
-            recovery,
-            io_bytes_max,
-            partitions: arguments.partitions,
-            ..config(&disk, &arguments.serve)?
-        };
-        let recover = id.filter(|_| found == Found::Waits);
-        wanted.push(Wanted {
-            recover,
-            half_made: id.filter(|_| found == Found::HalfMade),
-            text: text.clone(),
-            rate_limit_group,
-            directory: directory.clone(),
-            disk,
-            config,
-            outlives: recover.is_some() || recovery != Recovery::Off,
-            partitions: arguments.partitions,
-        });
+        let mut one = new.wanted((text.clone(), disk), group, directory.clone(), &arguments.serve)?;
+        one.config.id = id;
+        one.recover = id.filter(|_| found == Found::Waits);
+        one.half_made = id.filter(|_| found == Found::HalfMade);
+        one.outlives |= one.recover.is_some();
+        wanted.push(one);
     }
     Ok(wanted)
 }
@@ -123,8 +189,8 @@ pub(super) fn again(
     ids: &[u32],
     disks: &[String],
     arguments: &ServeArguments,
+    groups: &mut Groups,
 ) -> Result<Vec<Wanted>, CommandFailure> {
-    let mut groups = Groups::parse(&arguments.rate_limit_group)?;
     let mut wanted = Vec::new();
     for (index, &id) in ids.iter().enumerate() {
         let remembered = SavedDevice::load(id);
@@ -142,8 +208,7 @@ pub(super) fn again(
         let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
         let group = remembered.and_then(|state| state.rate_limit_group);
         let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
-        disk.path = directory.join(&disk.path);
-        disk.secret_file = disk.secret_file.map(|file| file.in_directory(&directory));
+        disk.start_in(&directory);
         let mut config = config(&disk, arguments)?;
         config.queues_per_worker = arguments.queues_per_worker.or(each).unwrap_or(1);
         wanted.push(Wanted {
@@ -161,12 +226,13 @@ pub(super) fn again(
     Ok(wanted)
 }
 
-fn here() -> Result<PathBuf, CommandFailure> {
+/// The folder in which relative paths of the command line start.
+pub(super) fn here() -> Result<PathBuf, CommandFailure> {
     std::env::current_dir().map_err(|error| CommandFailure::about("cannot read the current directory", error))
 }
 
 /// A disk as it is given.
-fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
+pub(super) fn parse(text: &str) -> Result<DiskConfig, CommandFailure> {
     let disk = DiskConfig::parse(text)?;
     disk.is_own()?;
     Ok(disk)

@@ -356,6 +356,16 @@ fn ublk_add_refuses_an_image_given_twice() {
 }
 
 #[test]
+fn ublk_add_refuses_images_in_no_folder() {
+    let world = World::new();
+    let line = world.ringdisk(&["ublk", "add", "--images", "nowhere"]).refused(2);
+    assert_eq!(
+        line,
+        "--images nowhere: it is no folder; expected one with images, or for them"
+    );
+}
+
+#[test]
 fn character_device_is_refused_as_an_image() {
     let world = World::new();
     let line = world
