@@ -10,7 +10,9 @@ unconfined() {
         grep -q '^Seccomp:.*0$' "$status" && sed -n 's/^Name:[[:space:]]*//p' "$status"
     done | tr '\n' ' ' || true
 }
-/mnt/ringdisk --log info ublk add --images images --control control 2>first.err & server=$!
+# The same command line, whatever became of the last server.
+set -- add --images images --control control --or-recover
+/mnt/ringdisk --log info ublk "$@" 2>first.err & server=$!
 soon 60 [ -S control ]
 ended none ctl disk-list
 ended outside ctl disk-add --disk path=outside.qcow2
@@ -35,7 +37,7 @@ ended again ctl disk-add --disk path=images/b.qcow2
 # Whoever comes next has those that were added.
 kill -9 $server
 wait $server || true
-add recovered recover --all --images images --control control
+add recovered "$@"
 echo "recovered $(sort recovered.out | tr '\n' ' ')"
 ended third ctl disk-add --disk path=images/c.qcow2
 old=$server

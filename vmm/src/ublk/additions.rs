@@ -138,7 +138,12 @@ impl Additions {
             self.directory.clone(),
             &self.arguments,
         );
-        made.map_err(|failure| line(&failure))
+        let made = made.map_err(|failure| line(&failure))?;
+        let added_by = self.arguments.control.as_ref();
+        Ok(Wanted {
+            added_by: added_by.map(|control| self.directory.join(control)),
+            ..made
+        })
     }
 
     /// The folders of `--images`, from the root.

@@ -221,7 +221,9 @@ pub struct AddArguments {
     pub id: Option<u32>,
     /// Recover the devices from --id on, as `ublk recover` does, if they exist, have these disks and wait for a server;
     /// otherwise create them. For service managers, which restart a killed server with the same command
-    #[arg(long, requires = "id")]
+    ///
+    /// Devices that `ringdisk ctl disk-add` added to the server with the same --control are recovered, too.
+    #[arg(long)]
     pub or_recover: bool,
     /// Transfer of request data: auto, zero-copy, user-copy or copy
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = ["auto", "zero-copy", "user-copy", "copy"])]

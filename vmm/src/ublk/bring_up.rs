@@ -141,6 +141,7 @@ fn remember(shared: &mut ServerState, wanted: Wanted, opened: OpenedDisk, device
         queues_per_worker: wanted.config.queues_per_worker,
         rate_limit_group: wanted.rate_limit_group,
         control: socket.to_owned(),
+        added_by: wanted.added_by,
         sequence: state::sequence(Path::new(state::BLOCK_DEVICES), id),
         outlives: Recovery::of(device.info().flags()) != Recovery::Off,
         partitions: wanted.partitions,

@@ -159,6 +159,7 @@ mod tests {
                 queues_per_worker: 1,
                 rate_limit_group: None,
                 control: "/run/x".into(),
+                added_by: None,
                 sequence: Some(41),
                 outlives: true,
                 partitions: false,

@@ -1,4 +1,5 @@
-//! `ublk add --or-recover`: the same command line creates a device, and recovers it after its server was killed.
+//! `ublk add --or-recover`: the same command line creates a device, and recovers it after its server was killed; and with it the devices
+//! that were added to that server.
 //!
 //! Invariants: a device is recovered only with the disk with which it was created, and only if it has no server.
 
@@ -7,9 +8,9 @@ use std::path::{Path, PathBuf};
 use virtio_devices::ublk::abi::DeviceState;
 use virtio_devices::ublk::{CommandError, block_path};
 
-use super::command_process;
 use super::process::is_alive;
 use super::state::SavedDevice;
+use super::{command_process, devices};
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
 
@@ -61,6 +62,19 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
     }
 }
 
+/// The devices without a server that `disk-add` made, in a server whose control socket was at `control`.
+///
+/// # Errors
+///
+/// What the driver refuses.
+pub(super) fn added_by(control: &Path) -> Result<Vec<u32>, CommandFailure> {
+    let is_ours = |state: SavedDevice| state.added_by.as_deref() == Some(control);
+    let waiting = devices::waiting()?.into_iter();
+    Ok(waiting
+        .filter(|&id| SavedDevice::load(id).is_some_and(is_ours))
+        .collect())
+}
+
 /// Returns true if a device was created with the same text, which means the same file.
 fn is_same(state: &SavedDevice, text: &str, directory: &Path) -> bool {
     state.disk == text && file(text, &state.directory) == file(text, directory)
@@ -85,6 +99,7 @@ mod tests {
             queues_per_worker: 1,
             rate_limit_group: None,
             control: "/run/x".into(),
+            added_by: None,
             sequence: None,
             outlives: true,
             partitions: false,

@@ -52,6 +52,9 @@ pub(super) struct SavedDevice {
     pub(super) rate_limit_group: Option<String>,
     /// The control socket of its server.
     pub(super) control: PathBuf,
+    /// The `--control` of the server that made it for a request (`disk-add`), by an absolute path.
+    #[serde(default)]
+    pub(super) added_by: Option<PathBuf>,
     /// The kernel's sequence number of the device, which no other one of this boot has. `None`: an older server's.
     #[serde(default)]
     pub(super) sequence: Option<u64>,
@@ -195,6 +198,7 @@ mod tests {
             queues_per_worker: 2,
             rate_limit_group: Some("id=slow,ops_size=1,ops_refill_time=1".to_owned()),
             control: "/run/x".into(),
+            added_by: Some("/run/y".into()),
             sequence: Some(9),
             outlives: false,
             partitions: true,

@@ -25,6 +25,8 @@ pub(super) struct Wanted {
     pub(super) half_made: Option<u32>,
     pub(super) text: String,
     pub(super) rate_limit_group: Option<String>,
+    /// The `--control` of the server that made, or is to make, the device for a request.
+    pub(super) added_by: Option<PathBuf>,
     pub(super) directory: PathBuf,
     pub(super) disk: DiskConfig,
     pub(super) config: UblkConfig,
@@ -137,6 +139,7 @@ impl NewDevices {
             half_made: None,
             text,
             rate_limit_group,
+            added_by: None,
             directory,
             disk,
             config,
@@ -157,6 +160,10 @@ pub(super) fn added(
     groups: &mut Groups,
 ) -> Result<Vec<Wanted>, CommandFailure> {
     let directory = here()?;
+    if arguments.or_recover && !arguments.disk.is_empty() && arguments.id.is_none() {
+        let message = "--or-recover needs --id N: the devices of --disk are found by their numbers";
+        return Err(CommandFailure::Usage(message.to_owned()));
+    }
     let texts = &arguments.disk;
     let disks = texts
         .iter()
@@ -180,6 +187,10 @@ pub(super) fn added(
         one.half_made = id.filter(|_| found == Found::HalfMade);
         one.outlives |= one.recover.is_some();
         wanted.push(one);
+    }
+    if let Some(control) = arguments.serve.control.as_ref().filter(|_| arguments.or_recover) {
+        let left = or_recover::added_by(&directory.join(control))?;
+        wanted.extend(again(&left, &[], &arguments.serve, groups)?);
     }
     Ok(wanted)
 }
@@ -206,7 +217,8 @@ pub(super) fn again(
         disk.may_outlive_process("ublk recover")?;
         let each = remembered.as_ref().map(|state| state.queues_per_worker);
         let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
-        let group = remembered.and_then(|state| state.rate_limit_group);
+        let (group, added_by) =
+            remembered.map_or_else(Default::default, |state| (state.rate_limit_group, state.added_by));
         let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
         disk.start_in(&directory);
         let mut config = config(&disk, arguments)?;
@@ -216,6 +228,7 @@ pub(super) fn again(
             half_made: None,
             text,
             rate_limit_group,
+            added_by,
             directory,
             disk,
             config,

@@ -366,6 +366,16 @@ fn ublk_add_refuses_images_in_no_folder() {
 }
 
 #[test]
+fn ublk_add_needs_a_number_to_find_a_device_by() {
+    let world = World::new();
+    world.qemu_create("a.qcow2", "compat=1.1", "1M");
+    let line = world
+        .ringdisk(&["ublk", "add", "--or-recover", "--disk", "path=a.qcow2"])
+        .refused(2);
+    assert!(line.starts_with("--or-recover needs --id N"), "{line}");
+}
+
+#[test]
 fn character_device_is_refused_as_an_image() {
     let world = World::new();
     let line = world
