@@ -306,7 +306,8 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>, others_may_come: bool) 
                 }
             }
         }
-        if shared.devices.is_empty() && !others_may_come {
+        // One that is left can be recovered when this process has ended.
+        if shared.devices.is_empty() && (!others_may_come || !shared.left.is_empty()) {
             break;
         }
     }
