@@ -65,15 +65,19 @@ pub fn refuse_claimed(path: &Path, own: Option<u32>) -> Result<(), ClaimError> {
     refuse_in(&state::folder(), Path::new(state::BLOCK_DEVICES), path, own)
 }
 
-/// The folders that [`refuse_claimed`] looks at, which a sandbox has to leave readable where images are opened later. That of the
-/// saved states is made if it is not there: devices may come later, too.
+/// The folders that [`refuse_claimed`] looks at, as far as they are there. A sandbox has to leave them readable: it takes what it cannot
+/// look at for nothing.
 #[must_use]
 pub fn folders() -> Vec<PathBuf> {
+    let folders = [state::folder(), state::VIRTUAL_DEVICES.into()];
+    folders.into_iter().filter(|folder| folder.is_dir()).collect()
+}
+
+/// Makes the folder of saved states, for a server that outlasts the first block device and opens images later than that.
+pub fn make_folder() {
     if let Err(error) = state::make_folder() {
         tracing::debug!(%error, "there is no folder for saved states of block devices");
     }
-    let folders = [state::folder(), state::VIRTUAL_DEVICES.into()];
-    folders.into_iter().filter(|folder| folder.is_dir()).collect()
 }
 
 /// As [`refuse_claimed`], with what is remembered in `folder` of the devices in `devices`.

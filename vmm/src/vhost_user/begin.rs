@@ -144,8 +144,10 @@ pub(super) fn confine_files(
     removable_in.extend(places.pid_file.as_deref().map(folder_of));
     allowed.open.extend(places.images.iter().cloned());
     if !places.images.is_empty() {
-        allowed.readable_in.extend(claim::folders());
+        claim::make_folder();
     }
+    // An image may also be opened when its guest comes from another server, or returns.
+    allowed.readable_in.extend(claim::folders());
     allowed
         .readable
         .extend(file.into_iter().flat_map(ConfigFile::folders));
