@@ -30,7 +30,11 @@ mkdir -p /srv
 ringdisk image create /srv/a.qcow2 64M >/dev/null
 ringdisk image create /srv/b.qcow2 64M >/dev/null
 echo 'OPTIONS=--restartable --socket-mode 660 --disk path=/srv/a.qcow2' >/etc/ringdisk/vhost-user/vm.conf
-echo 'OPTIONS=--id 3 --disk path=/srv/b.qcow2' >/etc/ringdisk/ublk/data.conf
+ringdisk image create /srv/e.qcow2 64M >/dev/null
+cat >/etc/ringdisk/ublk/data.conf <<'END'
+OPTIONS=--id 3 --disk path=/srv/b.qcow2
+SERVING=--control /run/ringdisk/data.control --images /srv
+END
 modprobe ublk_drv
 for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
     ended "started $unit" inside systemctl start $unit
@@ -44,6 +48,13 @@ done
 inside stat -c 'socket %a' /run/ringdisk/vm.sock
 ended "controlled" inside ringdisk ctl --socket /run/ringdisk/vm.control info --json
 dd if=/dev/urandom of=/dev/ublkb3 bs=1M count=8 oflag=direct status=none && echo "written 0"
+
+# The server that a reload has started takes devices, and the one after a kill has them.
+ended "added" inside ringdisk ctl --socket /run/ringdisk/data.control disk-add --disk path=/srv/e.qcow2
+before=$(main ringdisk-ublk@data)
+inside sh -c "kill -9 $before"
+soon 60 active ringdisk-ublk@data "$before"
+ended "both" inside ringdisk ctl --socket /run/ringdisk/data.control disk-list
 
 # A server of a file, which changes.
 two_disks() { printf '[[disk]]\nsocket = "/srv/%s.sock"\npath = "/srv/%s.qcow2"\n' c c d d; }
@@ -71,7 +82,7 @@ for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
     ended "stopped $unit" inside systemctl stop $unit
     echo "state $unit $(inside systemctl show --property ActiveState,Result --value $unit | tr '\n' ' ')"
 done
-for image in a b c d; do qemu-img check -q /srv/$image.qcow2 && echo "flawless $image"; done
+for image in a b c d e; do qemu-img check -q /srv/$image.qcow2 && echo "flawless $image"; done
 
 quietly dpkg --purge ringdisk
 find / -xdev -path /srv -prune -o -path /tmp -prune -o -name '*ringdisk*' -print | grep -v '^/run/lab\|/var/log' | sed 's/^/left /'

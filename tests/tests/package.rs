@@ -111,9 +111,18 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
         "{all}"
     );
     has("written 0");
+    for (what, places) in [
+        ("added ", ["/dev/ublkb0"].as_slice()),
+        ("both ", &["/dev/ublkb0", "/dev/ublkb3"]),
+    ] {
+        let said = outcome.value(what).unwrap_or_default();
+        let has_all = places.iter().all(|place| said.contains(place));
+        assert!(said.starts_with("0 ") && has_all, "{what}{said}: {all}");
+    }
     has("upgraded under running servers");
     has("flawless a");
     has("flawless b");
+    has("flawless e");
     let left: Vec<&str> = outcome.lines().filter(|line| line.starts_with("left ")).collect();
     // What an administrator has written.
     let known = ["left /etc/ringdisk", "left /run/ringdisk"];
