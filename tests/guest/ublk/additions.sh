@@ -58,6 +58,15 @@ for name in a b c; do check images/$name.qcow2; done
 add plain add --disk path=images/a.qcow2 --control control
 ended refused ctl disk-add --disk path=images/b.qcow2
 ended kept ctl disk-remove 0
+# The folder that the next server is started in need not be there.
+old=$server
+mkdir gone
+cd gone
+rmdir ../gone
+add /tmp/work/deleted upgrade --all
+cd /tmp/work
+wait $old
+echo "nowhere $(cat deleted.out)"
 kill $server
 wait $server
 add open add --disk path=images/a.qcow2 --control control --sandbox off

@@ -53,6 +53,7 @@ fn judge(outcome: &Outcome) {
         assert!(told(key, "").starts_with('0'), "{key}: {all}");
     }
     told("node", "gone");
+    told("nowhere", "/dev/ublkb0");
     told("by-id", "gone");
     assert_eq!(told("unconfined", "").trim(), "disks", "{all}");
     assert_eq!(told("recovered", "").trim(), "/dev/ublkb0 /dev/ublkb1", "{all}");

@@ -1,6 +1,6 @@
 //! Devices that come to a running server, and go: `disk-add` and `disk-remove` of its control socket.
 //!
-//! A thread of its own makes them, which is not confined: it creates device nodes' queues, links and saved states. Where the sandbox is
+//! A thread of its own makes them, which is not confined: it opens device nodes, and makes links and saved states. Where the sandbox is
 //! on, the image of a disk, which others may have written, is opened by another thread, which can open files of `--images` alone.
 //!
 //! Invariants: one change at a time; a change that fails leaves all as it was; a device in use is not removed.
@@ -29,7 +29,7 @@ use crate::open::OpenedDisk;
 use crate::sandbox::{self, AllowedFiles};
 use crate::{image_folders, once};
 
-/// What a server needs to have more devices.
+/// The parts of a server that make further devices.
 pub(super) struct Additions {
     pub(super) server: Server,
     /// For the main thread.
@@ -45,12 +45,12 @@ pub(super) struct Additions {
 }
 
 /// The thread that makes and removes devices.
-pub(super) struct Desk {
+pub(super) struct DisksThread {
     additions: Arc<Additions>,
     errands: Errands,
 }
 
-impl Desk {
+impl DisksThread {
     /// Starts the thread, as confined as the calling one, of a server that takes devices; `None` of any other.
     ///
     /// # Errors
@@ -177,12 +177,7 @@ impl Additions {
     }
 
     fn remove(&self, id: &str) -> Result<Value, String> {
-        let mut shared = self.server.lock();
-        let shared = &mut *shared;
-        let (number, served) = requests::find(&shared.devices, id)?;
-        if shared.is_ending() {
-            return Err("the server is stopping".to_owned());
-        }
+        let (number, _) = requests::find(&self.server.lock().devices, id)?;
         let path = block_path(number);
         let in_use = |user: &str| {
             format!(
@@ -193,6 +188,12 @@ impl Additions {
             Ok(None) => {}
             Ok(Some(user)) => return Err(in_use(&format!(" ({user})"))),
             Err(error) => return Err(format!("cannot tell whether {path} is in use: {error}")),
+        }
+        let mut shared = self.server.lock();
+        let shared = &mut *shared;
+        let (_, served) = requests::find(&shared.devices, id)?;
+        if shared.is_ending() {
+            return Err("the server is stopping".to_owned());
         }
         if served.device.info().flags().contains(Flags::SAFE_STOP_DEV) {
             match shared.control.try_stop(number) {

@@ -66,7 +66,7 @@ pub(super) fn look(id: u32, text: &str, directory: &Path) -> Result<Found, Comma
 ///
 /// # Errors
 ///
-/// What the driver refuses.
+/// The driver's error.
 pub(super) fn added_by(control: &Path) -> Result<Vec<u32>, CommandFailure> {
     let is_ours = |state: SavedDevice| state.added_by.as_deref() == Some(control);
     let waiting = devices::waiting()?.into_iter();

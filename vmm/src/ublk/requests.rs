@@ -1,7 +1,8 @@
 //! Requests to the control socket of a ublk server: what differs from other servers.
 //!
 //! Invariant: a request never sees a device that is half up or half closed, because it holds the devices' lock while it looks for
-//! one, changes its size for its users, or hands all of them over. It does not hold that lock while the engine works on an image.
+//! one, changes its size for its users, removes one, or hands all of them over. Otherwise it does not hold that lock while the engine works
+//! on an image.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, mpsc};
@@ -21,7 +22,7 @@ pub(super) struct UblkDesk {
     /// For the main thread.
     pub(super) events: mpsc::Sender<Event>,
     /// `None`: its sandbox lets no device come or go.
-    pub(super) additions: Option<additions::Desk>,
+    pub(super) additions: Option<additions::DisksThread>,
 }
 
 /// Returns the device of this number.

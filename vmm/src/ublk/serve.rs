@@ -114,6 +114,8 @@ fn serve(
 ) -> Result<u8, CommandFailure> {
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     image_folders::check(&arguments.images)?;
+    // Without one, which may have been deleted, relative paths of later disks lead nowhere, and that is all.
+    let directory = wanted::here().unwrap_or_default();
     if arguments.detached > 0 {
         background::leave_session().map_err(start)?;
     }
@@ -209,14 +211,14 @@ fn serve(
         file.keep();
     }
     let (new, groups) = later;
-    let additions = additions::Desk::start(Additions {
+    let additions = additions::DisksThread::start(Additions {
         server: Arc::clone(&server),
         events: sender.clone(),
         socket: socket.clone(),
         arguments: arguments.clone(),
         new,
         groups: Mutex::new(groups),
-        directory: wanted::here()?,
+        directory,
         lock_set: lock_set.clone(),
     });
     let additions = additions
