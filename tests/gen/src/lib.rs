@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Images are written from the specification alone, without Ringdisk's crates, so that an error in our encoder is not
-//! repeated in its test. Only [`costly`], [`watch`], [`fingerprint`], [`space`] and [`kvm`] do I/O.
+//! repeated in its test. Only [`costly`], [`watch`], [`fingerprint`], [`space`], [`kvm`] and [`patience`] do I/O
+//! or look at the clock.
 //!
 //! ```
 //! use ringdisk_gen::Random;
@@ -25,6 +26,7 @@ pub mod image;
 pub mod kernel;
 pub mod kvm;
 pub mod malformed;
+pub mod patience;
 pub mod space;
 pub mod watch;
 

@@ -5,21 +5,13 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ringdisk_gen::patience::wait_for;
 use rustix::io::{FdFlags, fcntl_setfd};
 
 use crate::server::Server;
 use crate::world::{World, exists};
-
-/// Waits until `ready`, which it soon is.
-fn wait_until(ready: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !ready() {
-        assert!(Instant::now() < deadline, "it does not happen");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
 
 /// Returns true if a vhost-user server answers a client's first message on `stream`: its features.
 fn is_answered(mut stream: &UnixStream) -> bool {
@@ -51,8 +43,10 @@ fn server_serves_the_socket_that_systemd_passes_and_leaves_its_file() {
     let world = &world;
     let mut server = std::thread::scope(|scope| {
         let client = scope.spawn(|| {
-            wait_until(|| exists(&world.path("s")));
-            UnixStream::connect(world.path("s")).expect("it is listened on")
+            // Its file is there a moment before it is listened on.
+            wait_for("socket that systemd made", || {
+                UnixStream::connect(world.path("s")).ok()
+            })
         });
         let server = Server::spawn(&mut command, 1);
         assert!(

@@ -14,10 +14,9 @@ use std::time::{Duration, Instant};
 
 use ringdisk_gen::kernel::{self, GREETING};
 use ringdisk_gen::kvm;
+use ringdisk_gen::patience::{PATIENCE, wait_for, wait_for_end, wait_until};
 
 use crate::world::{Ended, World, exists};
-
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A world with the kernel `tiny` and an image, if this host's KVM runs as much as that. If not, it is said and counted.
 /// The program under test has no part in finding out.
@@ -71,11 +70,7 @@ impl Running {
 
     /// Waits for its end.
     pub(crate) fn ended(mut self) -> Ended {
-        let until = Instant::now() + PATIENCE;
-        while self.child().try_wait().expect("wait").is_none() {
-            assert!(Instant::now() < until, "it does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        wait_for_end(self.child());
         let child = self.0.take().expect("a child");
         child.wait_with_output().expect("its output").into()
     }
@@ -92,18 +87,6 @@ impl Drop for Running {
                 println!("the machine, before the test failed: {ended:?}; its log:\n{said}");
             }
         }
-    }
-}
-
-/// Waits until something is there.
-pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let until = Instant::now() + PATIENCE;
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        assert!(Instant::now() < until, "no {what}");
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 
@@ -357,10 +340,9 @@ fn disk_add_says_when_slots_run_out_and_leaves_no_trace() {
         &world,
         &["--serial", "off", "--control", "control", "--cmdline", "h"],
     );
-    wait_for("control socket", || exists(&world.path("control")).then_some(()));
     let ctl =
         |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
-    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    wait_until("machine", || ctl(&["info"]).code == Some(0));
     for index in 0..32 {
         world.sparse_file(&format!("d{index}"), 1 << 20);
         let disk = format!("path=d{index},image_type=raw,id={index}");
@@ -399,7 +381,7 @@ fn snapshots_of_a_machines_disk_are_those_of_its_image() {
     );
     let ctl =
         |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
-    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    wait_until("machine", || ctl(&["info"]).code == Some(0));
     let created = ctl(&["snapshot-create", "one", "first"]).success();
     assert_eq!(created, "{\"ok\":true,\"snapshot\":\"1\"}\n");
     ctl(&["pause"]).success();
@@ -454,7 +436,7 @@ fn disk_of_a_machine_is_resized_in_both_directions() {
     );
     let ctl =
         |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
-    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    wait_until("machine", || ctl(&["info"]).code == Some(0));
     let line = ctl(&["disk-resize", "one", "100k"]).refused(1);
     assert_eq!(
         line,
@@ -508,10 +490,9 @@ fn disks_get_their_given_slot_or_a_free_one() {
         arguments.extend(["--disk", disk]);
     }
     let mut machine = Running::machine(&world, &arguments);
-    wait_for("control socket", || exists(&world.path("control")).then_some(()));
     let ctl =
         |arguments: &[&str]| world.ringdisk(&[&["ctl", "--json", "--socket", "control"], arguments].concat());
-    wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+    wait_until("machine", || ctl(&["info"]).code == Some(0));
     let info = ctl(&["info"]).success();
     for (name, slot) in [("a", "02"), ("b", "01"), ("c", "09")] {
         let disk = info
@@ -576,7 +557,7 @@ fn disk_add_fails_cleanly_when_descriptors_run_out() {
             .args(["--serial", "off", "--control", "control", "--cmdline", "h"]);
         command.current_dir(world.path(".")).stdin(Stdio::null());
         let mut machine = Running::start_piped(command);
-        wait_for("machine", || (ctl(&["info"]).code == Some(0)).then_some(()));
+        wait_until("machine", || ctl(&["info"]).code == Some(0));
         let refused = (0..8).find_map(|index| {
             let added = ctl(&["disk-add", "--disk", &format!("path=d{index}.qcow2,id={index}")]);
             (added.code != Some(0)).then(|| (index, added.refused(1)))

@@ -6,7 +6,9 @@ use std::net::TcpListener;
 use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 
-use crate::machine::{IDLE, Running, TINY, machines, wait_for};
+use ringdisk_gen::patience::wait_for;
+
+use crate::machine::{IDLE, Running, TINY, machines};
 use crate::world::World;
 
 #[test]

@@ -4,8 +4,9 @@ use std::fs;
 use std::process::Stdio;
 
 use ringdisk_gen::kvm;
+use ringdisk_gen::patience::wait_for;
 
-use crate::machine::{Running, wait_for};
+use crate::machine::Running;
 use crate::world::{World, be_u64};
 
 /// A world with an image and something that passes for a kernel until it is loaded.

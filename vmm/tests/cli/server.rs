@@ -3,6 +3,9 @@
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
 
+use ringdisk_gen::patience::{PATIENCE, wait_for_end};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 use crate::world::{Ended, World};
 
 /// A running `ringdisk vhost-user`; killed when dropped.
@@ -84,7 +87,13 @@ impl Server {
         let mut line = Vec::new();
         let mut byte = [0];
         // No byte more is taken from what is left for the end.
-        while !line.ends_with(b"\n") && stdout.read(&mut byte).expect("read its output") == 1 {
+        let patience = Timespec::try_from(PATIENCE).expect("a minute");
+        while !line.ends_with(b"\n") {
+            let ready = poll(&mut [PollFd::new(stdout, PollFlags::IN)], Some(&patience));
+            assert_eq!(ready, Ok(1), "it says no more than {line:?}");
+            if stdout.read(&mut byte).expect("read its output") == 0 {
+                break;
+            }
             line.push(byte[0]);
         }
         let line = String::from_utf8(line).expect("UTF-8 on stdout");
@@ -113,6 +122,7 @@ impl Server {
     }
 
     pub(crate) fn wait(&mut self) -> Ended {
+        wait_for_end(self.child.as_mut().expect("a child"));
         let child = self.child.take().expect("a child");
         let mut ended: Ended = child.wait_with_output().expect("its output").into();
         ended.stdout.insert_str(0, &self.said);

@@ -12,7 +12,9 @@ use rustix::fs::{Mode, OFlags};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};
 
-use crate::machine::{IDLE, Running, TINY, machines, wait_for};
+use ringdisk_gen::patience::wait_for;
+
+use crate::machine::{IDLE, Running, TINY, machines};
 use crate::world::World;
 
 /// A terminal: its far end, where a person would sit, and its near one, which programs have.

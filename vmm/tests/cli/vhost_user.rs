@@ -9,6 +9,8 @@ use vhost::VhostBackend;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Frontend, VhostUserFrontend};
 
+use ringdisk_gen::patience::wait_until;
+
 use crate::server::Server;
 use crate::world::{Ended, World, exists};
 
@@ -357,9 +359,7 @@ fn daemonize_returns_when_it_serves_or_has_failed() {
     assert_eq!(world.bytes("pid"), format!("{process}\n").as_bytes());
     let stopped = Command::new("kill").arg(process).status();
     assert!(stopped.expect("run kill").success());
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while exists(&world.path("s")) || exists(&world.path("pid")) {
-        assert!(Instant::now() < deadline, "it did not end within 20 s");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("end of the server", || {
+        !exists(&world.path("s")) && !exists(&world.path("pid"))
+    });
 }

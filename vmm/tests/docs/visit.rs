@@ -6,10 +6,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use crate::block::{Block, Use};
+use ringdisk_gen::patience::PATIENCE;
 
-/// The longest time for a server to serve, or to end.
-const PATIENCE: Duration = Duration::from_secs(60);
+use crate::block::{Block, Use};
 
 /// Runs the blocks of a document that can run, and ends the servers that it started.
 ///

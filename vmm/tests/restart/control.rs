@@ -51,11 +51,7 @@ fn say(world: &World, bytes: &[u8]) -> String {
 
 /// One request, as soon as the socket is there.
 fn ask(world: &World, request: &str) -> Value {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while UnixStream::connect(world.path("control")).is_err() {
-        assert!(Instant::now() < deadline, "no control socket: {}", world.log());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    world.wait_for_control("control");
     let answer = say(world, format!("{request}\n").as_bytes());
     serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{request}: {answer:?}: {error}"))
 }

@@ -267,10 +267,7 @@ fn takeover_finds_disks_that_came_and_not_those_that_went() {
     let new = takeover(&["images/b.sock", "images/a.sock"], &[b, a]);
     assert_eq!(server.wait(), Some(0));
     clients.iter_mut().for_each(|client| work(client, &mut random));
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !world.ctl("control", &["info"]).0 {
-        assert!(Instant::now() < deadline);
-    }
+    world.wait_for_control("control");
     assert_eq!(names(&world), ["b", "a"]);
     // The new one is asked the same things.
     ctl(&world, &["disk-remove", "b"]);

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use crate::client::{BLOCK, Client};
 use crate::server::World;
 use ringdisk_gen::Random;
+use ringdisk_gen::patience::wait_until;
 
 /// A control group of version 2 with nothing but a server in it: the kernel counts its stalls apart from all others'.
 struct Group(PathBuf);
@@ -84,11 +85,7 @@ fn idle_server_does_not_count_as_io_wait() {
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let join = format!("echo $$ >{}/cgroup.procs && exec \"$@\"", group.0.display());
     let server = world.serve_in(&["env", "--default-signal", "sh", "-c", &join, "sh"], &[]);
-    let deadline = Instant::now() + Duration::from_secs(30);
-    while !world.path("socket").exists() {
-        assert!(Instant::now() < deadline, "the server is not ready");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_until("server", || world.path("socket").exists());
     group.assert_no_io_wait("before there is a client");
 
     let mut client = Client::new(64, false);

@@ -179,11 +179,7 @@ fn limits_of_a_disk_in_use_are_set_told_and_removed() {
     let server = world.serve_disk(&SIGNALS, "path=disk.qcow2,poll_us=0", &["--control", "control"]);
     let mut client = Client::new(BLOCKS, false);
     client.connect(&world.path("socket"));
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !disk_limits(&world, &[]).0 {
-        assert!(Instant::now() < deadline, "{}", world.log());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    world.wait_for_control("control");
     assert!(disk_limits(&world, &[]).1.contains("\"limits\":{}"));
     let second = || Instant::now() + Duration::from_secs(1);
     assert!(read(&mut client, second()) > 2000, "nothing is limited");

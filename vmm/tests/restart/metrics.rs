@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use crate::client::{Ask, BLOCK, Client};
 use crate::server::World;
 use ringdisk_gen::Random;
+use ringdisk_gen::patience::wait_for;
 
 /// The samples of a scrape, by name with labels.
 pub(crate) type Samples = BTreeMap<String, f64>;
@@ -41,15 +42,10 @@ fn scrape(mut stream: impl Read + Write) -> Option<Samples> {
 
 /// Scrapes a Unix socket, which may not be there yet.
 pub(crate) fn scrape_at(path: &Path) -> Samples {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
+    wait_for("statistics of a queue", || {
         let found = UnixStream::connect(path).ok().and_then(scrape);
-        if let Some(samples) = found.filter(|samples| samples.keys().any(|name| name.contains("queue="))) {
-            return samples;
-        }
-        assert!(Instant::now() < deadline, "no statistics at {}", path.display());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+        found.filter(|samples| samples.keys().any(|name| name.contains("queue=")))
+    })
 }
 
 fn name_of(ask: Ask) -> &'static str {
@@ -191,10 +187,8 @@ fn port_in_use_is_one_error_and_no_disk_is_served() {
     assert!(!world.path("socket").exists());
     drop(taken);
     let server = world.serve(&["--metrics", &address]);
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while TcpStream::connect(&address).ok().and_then(scrape).is_none() {
-        assert!(Instant::now() < deadline, "{}", world.log());
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_for("statistics", || {
+        TcpStream::connect(&address).ok().and_then(scrape)
+    });
     assert_eq!(server.stop(), Some(0));
 }

@@ -9,15 +9,6 @@ use ringdisk_gen::Random;
 
 const BLOCKS: usize = 1024;
 
-/// Waits until there is a control socket, which a server makes when it serves.
-fn wait_for(world: &World, socket: &str) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !world.ctl(socket, &["info"]).0 {
-        assert!(Instant::now() < deadline, "{}", world.log());
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
 #[test]
 fn client_migrates_back_and_forth_and_nothing_is_lost() {
     for options in ["cluster_size=65536", "cluster_size=65536,extended_l2=on"] {
@@ -53,9 +44,9 @@ fn server_waits_for_its_image_and_is_not_taken_over_meanwhile() {
     let world = World::new("cluster_size=65536", BLOCKS * BLOCK);
     let disk = "path=disk.qcow2,poll_us=0,id=data";
     let first = world.serve_at("a", disk, &["--control", "a.control"]);
-    wait_for(&world, "a.control");
+    world.wait_for_control("a.control");
     let mut second = world.serve_at("b", disk, &["--incoming", "--control", "b.control"]);
-    wait_for(&world, "b.control");
+    world.wait_for_control("b.control");
     let (_, listed) = world.ctl("b.control", &["disk-list"]);
     let size = format!("\"size\":{}", BLOCKS * BLOCK);
     assert!(

@@ -16,6 +16,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::client::{Ask, BLOCK, Client};
 use crate::server::{Server, World};
 use ringdisk_gen::Random;
+use ringdisk_gen::patience::wait_until;
 
 const BLOCKS: usize = 1024;
 /// The most lines of the log that may mention one disk's peers in a minute, whatever they do.
@@ -170,17 +171,9 @@ fn ticks(server: &Server) -> u64 {
         .sum()
 }
 
-fn wait_for(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !condition() {
-        assert!(Instant::now() < deadline, "still waiting for {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
 /// Keeps a disk busy until so many requests have been answered in all.
 fn work_on(client: &mut Client, random: &mut Random, answered: u64) {
-    wait_for("answers: does the disk stand still?", || {
+    wait_until("answers: does the disk stand still?", || {
         client.work(random, Duration::from_millis(20));
         client.answered > answered
     });
@@ -218,7 +211,7 @@ fn hostile_peers_harm_only_their_own_disk() {
     client.drain();
     let other = world.path("other");
     work_a_little(&other);
-    wait_for("the first peer to go", || world.log().is_empty());
+    wait_until("the first peer to go", || world.log().is_empty());
     moment();
     let (open, resident) = (descriptors_of(&server), status(&server, "VmRSS:"));
     // What is refused is told while the log has room for it: what follows uses that up.
@@ -232,7 +225,7 @@ fn hostile_peers_harm_only_their_own_disk() {
     for (attack, lines) in said {
         attack(&other);
         for line in lines {
-            wait_for(line, || world.log().contains(line));
+            wait_until(line, || world.log().contains(line));
         }
     }
     for (name, attack) in ATTACKS {
@@ -252,7 +245,7 @@ fn hostile_peers_harm_only_their_own_disk() {
         });
         assert!(server.is_running(), "{name}: {}", world.log());
         work_a_little(&other);
-        wait_for(name, || descriptors_of(&server) <= open);
+        wait_until(name, || descriptors_of(&server) <= open);
     }
     let grown = status(&server, "VmRSS:").saturating_sub(resident);
     assert!(grown < 64 << 10, "{grown} KiB more than before");
@@ -304,17 +297,17 @@ fn server_out_of_descriptors_serves_on_without_spinning() {
     let (hog, late) = (world.path("hog"), world.path("late"));
     work_a_little(&hog);
     work_a_little(&late);
-    wait_for("the first clients to go", || descriptors_of(&server) == open);
+    wait_until("the first clients to go", || descriptors_of(&server) == open);
     // What it gets before it asks for too much and loses all; then just that.
     let (frontend, count) = fill_memory(&hog, 600);
     assert!((10..500).contains(&count), "{count}");
     drop(frontend);
-    wait_for("the descriptors", || descriptors_of(&server) == open);
+    wait_until("the descriptors", || descriptors_of(&server) == open);
     let (frontend, again) = fill_memory(&hog, count);
     assert_eq!(again, count);
 
     let newcomer = connect(&late);
-    wait_for("the warning", || {
+    wait_until("the warning", || {
         world.log().contains("cannot accept a connection now")
     });
     let before = ticks(&server);
@@ -346,7 +339,7 @@ fn waiting_second_client_is_logged_once() {
     first.work(&mut random, Duration::from_millis(5));
     assert!(!world.log().contains("another client"), "{}", world.log());
     let second = connect(&world.path("socket"));
-    wait_for("a line in the log", || {
+    wait_until("a line in the log", || {
         first.work(&mut random, Duration::from_millis(5));
         world.log().contains("another client has connected and waits")
     });
@@ -371,7 +364,7 @@ fn briefly_waiting_second_client_is_not_logged() {
     const QUICK: Duration = Duration::from_millis(900);
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let server = world.serve(&[]);
-    wait_for("the server", || UnixStream::connect(world.path("socket")).is_ok());
+    wait_until("the server", || UnixStream::connect(world.path("socket")).is_ok());
     let named = || world.log().matches("another client").count();
     // On a busy machine the moment may be long, and the client is named rightly: that says nothing, and is done again.
     let quick = (0..20).any(|_| {
@@ -397,7 +390,7 @@ fn briefly_waiting_second_client_is_not_logged() {
 fn unshared_client_memory_is_explained_in_the_log() {
     let world = World::new("cluster_size=65536", 64 * BLOCK);
     let server = world.serve(&[]);
-    wait_for("the server", || UnixStream::connect(world.path("socket")).is_ok());
+    wait_until("the server", || UnixStream::connect(world.path("socket")).is_ok());
     let (mut frontend, count) = fill_memory(&world.path("socket"), 1);
     assert_eq!(count, 1);
     frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
@@ -416,7 +409,7 @@ fn unshared_client_memory_is_explained_in_the_log() {
     let kick = vmm_sys_util::eventfd::EventFd::new(0).expect("an eventfd");
     assert!(frontend.set_vring_kick(0, &kick).is_err(), "it runs nowhere");
     drop(frontend);
-    wait_for("a line in the log", || {
+    wait_until("a line in the log", || {
         let log = world.log();
         log.contains("none of its 1 memory regions") && log.contains("share=on")
     });

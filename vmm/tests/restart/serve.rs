@@ -397,10 +397,7 @@ fn requests_and_takeovers_go_with_the_file() {
     let new = serve(&world, &["--takeover"]);
     assert_eq!(server.wait(), Some(0), "{}", world.log());
     work(&mut a, &mut random);
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !world.ctl("control", &["info"]).0 {
-        assert!(Instant::now() < deadline);
-    }
+    world.wait_for_control("control");
     write(&world, &[SETTINGS, &disk("a", "werror = \"wait\"")].concat());
     let done = followed(&world, &mut [&mut a], &mut random);
     assert_eq!(

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
+use ringdisk_gen::patience::{wait_for_end, wait_until};
+
 /// A folder with one image, `disk.qcow2`, and one socket, `socket`.
 pub(crate) struct World {
     directory: tempfile::TempDir,
@@ -163,6 +165,14 @@ impl World {
         )
     }
 
+    /// Waits until a control socket answers, which a server makes when it serves.
+    #[track_caller]
+    pub(crate) fn wait_for_control(&self, socket: &str) {
+        wait_until(&format!("answer at {socket}: {}", self.log()), || {
+            self.ctl(socket, &["info"]).0
+        });
+    }
+
     /// Returns the log of all servers so far.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
@@ -200,7 +210,7 @@ impl Server {
 
     /// Waits for it to end by itself; its exit code.
     pub(crate) fn wait(mut self) -> Option<i32> {
-        self.child.wait().expect("a child").code()
+        wait_for_end(&mut self.child).code()
     }
 
     pub(crate) fn is_running(&mut self) -> bool {
