@@ -51,6 +51,10 @@ const RESIZE: i64 = 3;
 const LINGER_MAX: Duration = Duration::from_secs(5);
 const LINGER_STEP: Duration = Duration::from_millis(5);
 
+/// Timeout for those who try to lock an image that is locked by an inherited description. As QEMU has it, they take the bytes of what they
+/// want to do, look whether they may, and give them back.
+const PASSING_MAX: Duration = Duration::from_secs(1);
+
 /// Access that the holder of a lock needs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LockMode {
@@ -206,7 +210,8 @@ impl ImageLock {
     /// Locks the image behind `fd`, as a part of `set`, or returns the holder of a conflicting lock. If the set has
     /// inherited a description of the same file, the lock is taken on it, where it may be held already.
     ///
-    /// Waits only for killed processes, for a few seconds at most, and not with a set that is [to be taken at once](LockSet::at_once).
+    /// Waits only for killed processes, for a few seconds at most, and a second for those who try to lock a file that is locked by an
+    /// inherited description; and not with a set that is [to be taken at once](LockSet::at_once).
     /// When a process is killed, the kernel ends its
     /// io_uring, and with it the I/O in flight and the lock on the image, a moment later. That lock is
     /// respected, because the I/O may still reach the image; its holder cannot be found.
@@ -218,7 +223,7 @@ impl ImageLock {
     ///
     /// [`LockError::Held`] if another open file description holds a conflicting lock, and
     /// [`LockError::Os`] if the file system cannot lock or `fd` is of the wrong kind. No lock
-    /// stays behind, but an inherited one stays with the process that shares it.
+    /// stays behind, but an inherited one stays with the set, and with the process that shares it.
     pub fn acquire(
         set: &LockSet,
         fd: BorrowedFd<'_>,
@@ -226,24 +231,36 @@ impl ImageLock {
         mode: LockMode,
         granularity: LockGranularity,
     ) -> Result<Self, LockError> {
-        if let Some(inherited) = set.take_inherited(fd) {
-            let lock = Self::acquire_now(inherited.as_fd(), path, mode, granularity, set)?;
-            set.add(&lock);
-            return Ok(lock);
-        }
+        let inherited = set.take_inherited(fd);
+        let (fd, is_inherited) = match &inherited {
+            Some(inherited) => (inherited.as_fd(), true),
+            None => (fd, false),
+        };
         let begin = Instant::now();
-        loop {
-            match Self::acquire_now(fd, path, mode, granularity, set) {
-                Err(LockError::Held { holder: None, .. }) if set.waits() && begin.elapsed() < LINGER_MAX => {
-                    std::thread::sleep(LINGER_STEP);
-                }
-                result => return result.inspect(|lock| set.add(lock)),
+        let locked = loop {
+            let locked = Self::acquire_now((fd, is_inherited), path, mode, granularity, set);
+            let max = match &locked {
+                Err(LockError::Held { .. }) if is_inherited => PASSING_MAX,
+                Err(LockError::Held { holder: None, .. }) => LINGER_MAX,
+                _ => break locked,
+            };
+            if !set.waits() || begin.elapsed() >= max {
+                break locked;
             }
+            std::thread::sleep(LINGER_STEP);
+        };
+        match (&locked, inherited) {
+            (Ok(lock), _) => set.add(lock),
+            // It is for the next try, until the set is kept.
+            (Err(_), Some(inherited)) => set.give_back(inherited),
+            (Err(_), None) => {}
         }
+        locked
     }
 
+    /// One try. What an inherited description had locked before stays so if it fails.
     fn acquire_now(
-        fd: BorrowedFd<'_>,
+        (fd, is_inherited): (BorrowedFd<'_>, bool),
         path: &Path,
         mode: LockMode,
         granularity: LockGranularity,
@@ -262,18 +279,20 @@ impl ImageLock {
 
         for &range in &plan.take {
             match take(lock.fd.as_raw_fd(), range) {
+                Ok(()) if is_inherited => {}
                 Ok(()) => lock.held.push(range),
                 Err(error) if is_conflict(&error) => {
-                    return Err(lock.held_by_other(path, range, LockMode::Write));
+                    return Err(lock.held_by_other(path, (range, LockMode::Write), is_inherited));
                 }
                 Err(error) => return Err(os(error)),
             }
         }
         for &(range, other) in &plan.test {
             if conflicts(lock.fd.as_raw_fd(), range).map_err(os)?.is_some() {
-                return Err(lock.held_by_other(path, range, other));
+                return Err(lock.held_by_other(path, (range, other), is_inherited));
             }
         }
+        lock.held = plan.take;
         Ok(lock)
     }
 
@@ -292,7 +311,12 @@ impl ImageLock {
     /// Returns the error for a conflict on `range`, with the holder if it can be found.
     ///
     /// Releases the ranges already taken first, so that the search does not find this process.
-    fn held_by_other(mut self, path: &Path, range: ByteLock, other: LockMode) -> LockError {
+    fn held_by_other(
+        mut self,
+        path: &Path,
+        (range, other): (ByteLock, LockMode),
+        is_inherited: bool,
+    ) -> LockError {
         self.release();
         let probe = ByteLock {
             exclusive: true,
@@ -306,9 +330,9 @@ impl ImageLock {
             pid,
             name: process_name(pid),
         });
-        // A search would find the processes that share the lock.
-        let is_shared = self.set.is_shared();
-        let search = || (!is_shared).then(|| self.search_holder(range)).flatten();
+        // A search would find us, or the processes that share the lock.
+        let is_ours = is_inherited || self.set.is_shared();
+        let search = || (!is_ours).then(|| self.search_holder(range)).flatten();
         LockError::Held {
             path: path.to_owned(),
             other,

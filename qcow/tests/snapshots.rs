@@ -12,6 +12,7 @@ use block::ring::RingKind;
 use block::{Context, IoError};
 use common::{Folder, Lane, assert_same, close, open};
 use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
+use ringdisk_gen::patience::SetOnDrop;
 use snapshot_shapes::{
     IMAGE, SECOND, change, create, create_on, delete, listed, name, names, options, qemu_reads, shapes,
 };
@@ -279,7 +280,8 @@ fn a_snapshot_under_load_has_what_every_queue_had_written_at_one_instant() {
                 lane.settle();
             });
         }
-        let low = (0..snapshots)
+        let _written = SetOnDrop(&stop);
+        (0..snapshots)
             .map(|at| {
                 std::thread::sleep(Duration::from_millis(15));
                 let before = marks
@@ -292,9 +294,7 @@ fn a_snapshot_under_load_has_what_every_queue_had_written_at_one_instant() {
                 }
                 before
             })
-            .collect();
-        stop.store(true, std::sync::atomic::Ordering::SeqCst);
-        low
+            .collect()
     });
     close(disk);
     folder.assert_flawless(IMAGE, false);

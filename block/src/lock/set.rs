@@ -195,6 +195,11 @@ impl LockSet {
         self.take_own(fd).or_else(|| self.whole()?.take_inherited(fd))
     }
 
+    /// Gives back a description that [`LockSet::take_inherited`] took.
+    pub(super) fn give_back(&self, inherited: OwnedFd) {
+        self.locks().inherited.push(inherited);
+    }
+
     fn take_own(&self, fd: BorrowedFd<'_>) -> Option<OwnedFd> {
         let mut locks = self.locks();
         if locks.inherited.is_empty() {
@@ -250,9 +255,10 @@ fn outside(ranges: &[ByteLock]) -> Vec<ByteLock> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{LockError, LockGranularity, LockMode};
+    use super::super::{LockError, LockGranularity, LockMode, PERMISSION_BASE, UNSHARED_BASE, WRITE};
     use super::*;
     use std::path::Path;
+    use std::time::Duration;
 
     struct World {
         folder: tempfile::TempDir,
@@ -359,6 +365,46 @@ mod tests {
             );
             drop(held);
         }
+    }
+
+    /// Has the bytes that a writer takes before it looks whether it may, as QEMU does.
+    fn try_as_qemu(world: &World) -> File {
+        let file = world.open();
+        for byte in [PERMISSION_BASE + WRITE, UNSHARED_BASE + WRITE] {
+            super::super::take(file.as_raw_fd(), ByteLock::byte(byte)).expect("both may have it");
+        }
+        file
+    }
+
+    #[test]
+    fn lock_held_over_is_kept_whoever_tries_to_take_it_meanwhile() {
+        let how = (LockMode::Write, LockGranularity::ByteRange);
+        let world = World::new();
+        let set = LockSet::default().part();
+        let held = world.lock(&set, how).expect("nobody has it");
+        set.hold_over(&[world.path()]).expect("descriptors");
+        drop(held);
+        // It is refused, of course, and goes.
+        let trying = try_as_qemu(&world);
+        let goes = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(100));
+            drop(trying);
+        });
+        let again = world.lock(&set, how).expect("it was held over");
+        goes.join().expect("no panic");
+        // One that stays is told, and the lock is there for the next try.
+        set.keep();
+        set.hold_over(&[world.path()]).expect("descriptors");
+        drop(again);
+        let staying = try_as_qemu(&world);
+        let refused = world.lock(&set, how).expect_err("somebody else is there");
+        assert!(matches!(refused, LockError::Held { .. }), "{refused}");
+        drop(staying);
+        assert!(!world.is_free(), "it is held over");
+        let again = world.lock(&set, how).expect("it was held over");
+        set.keep();
+        drop(again);
+        assert!(world.is_free(), "dropped, it is given back");
     }
 
     /// Two disks have the same backing file. One of them is opened again, and then the other one ends.

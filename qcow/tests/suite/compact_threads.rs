@@ -9,6 +9,7 @@ use block::Context;
 use block::ring::RingKind;
 use qcow::{CompactError, CompactOptions, OpenOptions, QcowDisk};
 use ringdisk_gen::Random;
+use ringdisk_gen::patience::SetOnDrop;
 
 const IMAGE: &str = "disk.qcow2";
 const CLUSTER: u64 = 4096;
@@ -74,6 +75,7 @@ fn run(ring: RingKind) {
                 scope.spawn(move || write_and_read(disk, writer, is_over, ring))
             })
             .collect();
+        let written = SetOnDrop(&is_over);
         let cx = Context::syscalls();
         // The writers may only begin to write when the first ones have ended.
         let mut compactions = 0;
@@ -91,7 +93,7 @@ fn run(ring: RingKind) {
                 Err(error) => panic!("{error}"),
             }
         }
-        is_over.store(true, Ordering::Relaxed);
+        drop(written);
         let parts = writers.into_iter().map(|writer| writer.join().expect("a writer"));
         let content: Vec<Vec<u8>> = parts.collect();
         crate::common::drain(&cx);

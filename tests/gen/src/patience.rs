@@ -2,6 +2,7 @@
 //! takes the results of its whole binary with it.
 
 use std::process::{Child, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -43,6 +44,16 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 #[track_caller]
 pub fn wait_for_end(child: &mut Child) -> ExitStatus {
     wait_for("end of the process", || child.try_wait().expect("a child"))
+}
+
+/// A flag that is set when this is dropped. Whoever works until then ends also if the test fails, which otherwise waited for it for ever.
+#[derive(Debug)]
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
 }
 
 #[cfg(test)]

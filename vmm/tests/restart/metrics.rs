@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::client::{Ask, BLOCK, Client};
 use crate::server::World;
 use ringdisk_gen::Random;
-use ringdisk_gen::patience::wait_for;
+use ringdisk_gen::patience::{SetOnDrop, wait_for};
 
 /// The samples of a scrape, by name with labels.
 pub(crate) type Samples = BTreeMap<String, f64>;
@@ -97,6 +97,7 @@ fn metrics_agree_with_what_a_client_did() {
     let mut asked: BTreeMap<&str, u64> = BTreeMap::new();
     std::thread::scope(|scope| {
         let watch = scope.spawn(|| watch(&path, &over));
+        let watched = SetOnDrop(&over);
         let end = Instant::now() + Duration::from_secs(1);
         while Instant::now() < end {
             let ask = match random.below(8) {
@@ -113,7 +114,7 @@ fn metrics_agree_with_what_a_client_did() {
             }
         }
         client.drain();
-        over.store(true, Ordering::Relaxed);
+        drop(watched);
         assert!(watch.join().expect("no panic") > 3);
     });
     let samples = scrape_at(&path);

@@ -16,7 +16,7 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 use crate::client::{Ask, BLOCK, Client};
 use crate::server::{Server, World};
 use ringdisk_gen::Random;
-use ringdisk_gen::patience::wait_until;
+use ringdisk_gen::patience::{SetOnDrop, wait_until};
 
 const BLOCKS: usize = 1024;
 /// The most lines of the log that may mention one disk's peers in a minute, whatever they do.
@@ -236,11 +236,12 @@ fn hostile_peers_harm_only_their_own_disk() {
                     attack(&other);
                 }
             });
+            let attacked = SetOnDrop(&over);
             let before = client.answered;
             client.work(&mut random, Duration::from_millis(400));
             work_on(&mut client, &mut random, before + 100);
             client.drain();
-            over.store(true, Ordering::SeqCst);
+            drop(attacked);
             peer.join().expect("the peer");
         });
         assert!(server.is_running(), "{name}: {}", world.log());

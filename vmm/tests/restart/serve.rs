@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ringdisk_gen::Random;
+use ringdisk_gen::patience::SetOnDrop;
 use serde_json::{Value, json};
 
 use crate::client::{BLOCK, Client};
@@ -178,6 +179,7 @@ fn disks_come_go_and_change(settings: &str) {
     let end = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let tries = scope.spawn(|| try_to_take(&world.path("images/a.qcow2"), &end));
+        let trying = SetOnDrop(&end);
         for round in 0..6 {
             let key = [
                 "werror = \"wait\"",
@@ -189,7 +191,7 @@ fn disks_come_go_and_change(settings: &str) {
             assert_eq!(done["changed"], json!(["a"]), "{round}");
             assert_eq!(done["removed"], if round == 0 { json!(["b"]) } else { json!([]) });
         }
-        end.store(true, Ordering::Release);
+        drop(trying);
         assert!(tries.join().expect("no panic") > 0);
     });
     assert!(!b.is_connected() && !world.path("images/b.sock").exists());

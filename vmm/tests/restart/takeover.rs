@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crate::client::{BLOCK, Client};
 use crate::server::{Server, World};
 use ringdisk_gen::Random;
+use ringdisk_gen::patience::SetOnDrop;
 
 /// The longest interruption by a takeover that the machine does not hold up.
 const INTERRUPTION_MAX: Duration = Duration::from_millis(100);
@@ -66,6 +67,7 @@ fn image_stays_locked_across_takeovers() {
     };
     let old = std::thread::scope(|scope| {
         let watch = scope.spawn(|| watch_lock(&image, &over));
+        let watched = SetOnDrop(&over);
         for round in 0..5 {
             // One that cannot take over, so that the old one takes back what it had handed over; and one that can.
             let mut less = world.serve(&["--takeover", "--pidfile", "pid"]);
@@ -80,7 +82,7 @@ fn image_stays_locked_across_takeovers() {
             old = new;
         }
         client.drain();
-        over.store(true, Ordering::Relaxed);
+        drop(watched);
         let (looks, unlocked) = watch.join().expect("no panic");
         println!("the image was locked at {} of {looks} looks", looks - unlocked);
         assert!(looks >= 100, "{looks}");
