@@ -35,8 +35,16 @@ cat >/etc/ringdisk/ublk/data.conf <<'END'
 OPTIONS=--id 3 --disk path=/srv/b.qcow2
 SERVING=--control /run/ringdisk/data.control --images /srv
 END
+ringdisk image create /srv/f.qcow2 64M >/dev/null
+cat >/etc/ringdisk/devices/lab.toml <<'END'
+control = "/run/ringdisk/lab.control"
+
+[[device]]
+path = "/srv/f.qcow2"
+number = 7
+END
 modprobe ublk_drv
-for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
+for unit in ringdisk-vhost-user@vm ringdisk-ublk@data ringdisk-devices@lab; do
     ended "started $unit" inside systemctl start $unit
     before=$(main $unit)
     inside sh -c "kill -9 $before"
@@ -69,20 +77,30 @@ inside systemctl reload ringdisk-serve@vms || echo "refused"
 ended "stopped ringdisk-serve@vms" inside systemctl stop ringdisk-serve@vms
 [ ! -e /srv/c.sock ] && [ ! -e /srv/d.sock ] && echo "gone"
 
+# Devices of a file, which another server has after a reload.
+ringdisk image create /srv/g.qcow2 64M >/dev/null
+printf '[[device]]\npath = "/srv/g.qcow2"\nnumber = 8\n' >>/etc/ringdisk/devices/lab.toml
+ended "added to devices" inside systemctl reload ringdisk-devices@lab
+ended "devices" inside ringdisk ctl --socket /run/ringdisk/lab.control disk-list
+echo 'max_io = "5K"' >>/etc/ringdisk/devices/lab.toml
+inside systemctl reload ringdisk-devices@lab || echo "refused devices"
+sed -i '$d' /etc/ringdisk/devices/lab.toml
+
 # An upgrade leaves servers alone, and a reload hands over to the new version.
-running="$(main ringdisk-vhost-user@vm) $(main ringdisk-ublk@data)"
+all_running() { for unit in ringdisk-vhost-user@vm ringdisk-ublk@data ringdisk-devices@lab; do main $unit; done | tr '\n' ' '; }
+running=$(all_running)
 quietly inside dpkg --install /mnt/ringdisk_*.deb
-[ "$running" = "$(main ringdisk-vhost-user@vm) $(main ringdisk-ublk@data)" ] && echo "upgraded under running servers"
-for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
+[ "$running" = "$(all_running)" ] && echo "upgraded under running servers"
+for unit in ringdisk-vhost-user@vm ringdisk-ublk@data ringdisk-devices@lab; do
     before=$(main $unit)
     ended "reloaded again $unit" inside systemctl reload $unit
     soon 60 active $unit "$before" && echo "handed over again $unit"
 done
-for unit in ringdisk-vhost-user@vm ringdisk-ublk@data; do
+for unit in ringdisk-vhost-user@vm ringdisk-ublk@data ringdisk-devices@lab; do
     ended "stopped $unit" inside systemctl stop $unit
     echo "state $unit $(inside systemctl show --property ActiveState,Result --value $unit | tr '\n' ' ')"
 done
-for image in a b c d e; do qemu-img check -q /srv/$image.qcow2 && echo "flawless $image"; done
+for image in a b c d e f g; do qemu-img check -q /srv/$image.qcow2 && echo "flawless $image"; done
 
 quietly dpkg --purge ringdisk
 find / -xdev -path /srv -prune -o -path /tmp -prune -o -name '*ringdisk*' -print | grep -v '^/run/lab\|/var/log' | sed 's/^/left /'

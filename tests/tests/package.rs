@@ -89,7 +89,11 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
         "{all}"
     );
     has("completed vhost-user");
-    for unit in ["ringdisk-vhost-user@vm", "ringdisk-ublk@data"] {
+    for unit in [
+        "ringdisk-vhost-user@vm",
+        "ringdisk-ublk@data",
+        "ringdisk-devices@lab",
+    ] {
         for ended in ["started", "reloaded", "reloaded again", "stopped"] {
             has(&format!("{ended} {unit} 0"));
         }
@@ -114,6 +118,8 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
     for (what, places) in [
         ("added ", ["/dev/ublkb0"].as_slice()),
         ("both ", &["/dev/ublkb0", "/dev/ublkb3"]),
+        ("added to devices ", &[]),
+        ("devices ", &["/dev/ublkb7", "/dev/ublkb8"]),
     ] {
         let said = outcome.value(what).unwrap_or_default();
         let has_all = places.iter().all(|place| said.contains(place));
@@ -122,7 +128,9 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
     has("upgraded under running servers");
     has("flawless a");
     has("flawless b");
-    has("flawless e");
+    for said in ["refused devices", "flawless e", "flawless f", "flawless g"] {
+        has(said);
+    }
     let left: Vec<&str> = outcome.lines().filter(|line| line.starts_with("left ")).collect();
     // What an administrator has written.
     let known = ["left /etc/ringdisk", "left /run/ringdisk"];

@@ -15,6 +15,8 @@ use lab::{Error, Guest, Kernel, Lab, Outcome, Scratch, Server, image};
 mod additions;
 #[path = "ublk/claims.rs"]
 mod claims;
+#[path = "ublk/configured.rs"]
+mod configured;
 #[path = "ublk/crash.rs"]
 mod crash;
 #[path = "ublk/formats.rs"]

@@ -11,8 +11,9 @@ use crate::disk_config::{DiskConfig, RateLimitGroups, keys_help, machine_keys_he
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::machine::{ConsoleConfig, MachineConfig, MemoryConfig, Payload};
 use crate::net_config::NetConfig;
+use crate::serve::ServeArguments;
 use crate::ublk::arguments::UblkCommand;
-use crate::vhost_user::arguments::{ServeArguments, VhostUserArguments};
+use crate::vhost_user::arguments::VhostUserArguments;
 use crate::{ctl, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
@@ -44,10 +45,10 @@ enum Command {
     /// with 0; a second signal does not wait for requests in flight.
     #[command(after_help = keys_help())]
     VhostUser(VhostUserArguments),
-    /// Serve disks to virtual machines as a configuration file says, and follow its changes
+    /// Serve disks to virtual machines, or block devices to this host, as a configuration file says, and follow its changes
     ///
-    /// The file (TOML) has the options of `ringdisk vhost-user`, and its disks. SIGHUP has it read again: disks are added, removed and
-    /// changed while the others are served. SIGTERM and SIGINT end the server as they end `ringdisk vhost-user`.
+    /// The file (TOML) has the options of `ringdisk vhost-user` and its disks, or those of `ringdisk ublk` and its devices. SIGHUP has it
+    /// read again: disks are added, removed and changed while the others are served. SIGTERM and SIGINT end the server as they end those.
     #[command(after_help = keys_help())]
     Serve(ServeArguments),
     /// Run a virtual machine on KVM with disks served in the same process

@@ -25,6 +25,7 @@ mod error;
 mod keys;
 pub(crate) mod rate;
 
+pub(crate) use differences::{LIMIT_KEYS, OPENING_KEYS};
 pub use error::DiskConfigError;
 pub use keys::{KEYS, Key, Scope, keys_help, machine_keys_help};
 pub use rate::{GroupMember, RateLimitGroupError, RateLimitGroups};

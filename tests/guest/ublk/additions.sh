@@ -49,6 +49,13 @@ echo "load 0"
 umount /run/mnt
 for id in 2 1 0; do ended "left $id" ctl disk-remove $id; done
 ended empty ctl disk-list
+# One without devices leaves, too.
+old=$server
+/mnt/ringdisk ublk upgrade --server $old --images images --control control 2>bare.err & server=$!
+wait $old && echo "bare 0"
+soon 60 [ -S control ]
+ended anew ctl disk-add --disk path=images/a.qcow2
+ended withdrawn ctl disk-remove 0
 [ -L /dev/disk/by-id/ringdisk-DATA ] || echo "by-id gone"
 kill $server
 wait $server && echo "server 0"

@@ -47,7 +47,17 @@ fn judge(outcome: &Outcome) {
         assert!(told(key, path).starts_with("0 "), "{key}: {all}");
     }
     let fine = [
-        "removed", "free", "left 2", "left 1", "left 0", "empty", "last 0", "last 1",
+        "removed",
+        "free",
+        "left 2",
+        "left 1",
+        "left 0",
+        "empty",
+        "bare",
+        "anew",
+        "withdrawn",
+        "last 0",
+        "last 1",
     ];
     for key in fine.iter().chain(&["load", "server", "ended"]) {
         assert!(told(key, "").starts_with('0'), "{key}: {all}");

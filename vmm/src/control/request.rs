@@ -284,12 +284,17 @@ impl DiskKeys {
     /// As [`DiskConfig::parse`].
     pub fn parse(text: &str) -> Result<Self, DiskConfigError> {
         DiskConfig::parse(text)?;
-        let items = key_value::items(text).map_err(DiskConfigError::Syntax)?;
-        let keys = items.into_iter();
-        Ok(Self(
-            keys.map(|(key, value)| (key.to_owned(), Setting::Text(value.to_owned())))
+        Ok(Self::of(key_value::items(text).map_err(DiskConfigError::Syntax)?))
+    }
+
+    /// These keys with their values.
+    pub(crate) fn of<'a>(items: impl IntoIterator<Item = (&'a str, &'a str)>) -> Self {
+        let items = items.into_iter();
+        Self(
+            items
+                .map(|(key, value)| (key.to_owned(), Setting::Text(value.to_owned())))
                 .collect(),
-        ))
+        )
     }
 
     /// The keys of a text with rate limits alone; `none` is no limit.
@@ -304,9 +309,7 @@ impl DiskKeys {
             text => key_value::items(text).map_err(DiskConfigError::Syntax)?,
         };
         rate::parse(items.iter().copied())?;
-        let keys = items.into_iter();
-        let keys = keys.map(|(key, value)| (key.to_owned(), Setting::Text(value.to_owned())));
-        Ok(Self(keys.collect()))
+        Ok(Self::of(items))
     }
 
     /// The rate limits that they describe, which are all that they describe.

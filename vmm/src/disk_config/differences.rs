@@ -2,6 +2,21 @@
 
 use super::{DiskConfig, TemporaryOverlay};
 
+/// Keys that can take effect at once.
+pub(crate) const LIMIT_KEYS: [&str; 2] = ["bw_size", "ops_size"];
+
+/// Keys that take effect when the image is opened, and that a guest does not notice.
+pub(crate) const OPENING_KEYS: [&str; 8] = [
+    "backing_files",
+    "bitmaps",
+    "data_file",
+    "direct",
+    "discard_no_unref",
+    "l2_cache",
+    "secret_file",
+    "werror",
+];
+
 impl DiskConfig {
     /// The keys whose values differ between this disk and another one.
     #[must_use]

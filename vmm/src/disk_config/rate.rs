@@ -310,6 +310,11 @@ impl RateLimitGroups {
         }
     }
 
+    /// The ids of all groups, in order.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = &String> {
+        self.groups.keys()
+    }
+
     /// Fails if a group has no disk, after all have joined that will.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Devices that come to a running server, and go: `disk-add` and `disk-remove` of its control socket.
+//! Devices that come to a running server, and go: `disk-add` and `disk-remove` of its control socket. `reload` does so as a file says.
 //!
 //! A thread of its own makes them, which is not confined: it opens device nodes, and makes links and saved states. Where the sandbox is
 //! on, the image of a disk, which others may have written, is opened by another thread, which can open files of `--images` alone.
@@ -18,6 +18,7 @@ use virtio_devices::ublk::block_path;
 use super::arguments::ServeArguments;
 use super::bring_up::{bring_up, open_disk};
 use super::groups::Groups;
+use super::reload::Followed;
 use super::served::{Event, Server, close};
 use super::wanted::{NewDevices, Wanted};
 use super::{claim, in_use, requests};
@@ -27,6 +28,7 @@ use crate::errands::Errands;
 use crate::error::{CommandFailure, chain};
 use crate::open::OpenedDisk;
 use crate::sandbox::{self, AllowedFiles};
+use crate::sd_notify::Manager;
 use crate::{image_folders, once};
 
 /// The parts of a server that make further devices.
@@ -42,9 +44,13 @@ pub(super) struct Additions {
     /// The folder in which relative paths start.
     pub(super) directory: PathBuf,
     pub(super) lock_set: LockSet,
+    /// The configuration file that the server follows.
+    pub(super) followed: Option<Mutex<Followed>>,
+    pub(super) manager: Arc<Manager>,
 }
 
 /// The thread that makes and removes devices.
+#[derive(Clone)]
 pub(super) struct DisksThread {
     additions: Arc<Additions>,
     errands: Errands,
@@ -58,7 +64,8 @@ impl DisksThread {
     /// If it cannot be started.
     pub(super) fn start(additions: Additions) -> std::io::Result<Option<Self>> {
         let arguments = &additions.arguments;
-        if arguments.images.is_empty() && arguments.is_confined() {
+        let takes = !arguments.images.is_empty() || !arguments.is_confined();
+        if !takes && additions.followed.is_none() {
             return Ok(None);
         }
         Ok(Some(Self {
@@ -85,6 +92,21 @@ impl DisksThread {
         self.ask(move |additions| additions.remove(&id))
     }
 
+    /// Follows the configuration file.
+    ///
+    /// # Errors
+    ///
+    /// As [`Additions::reload`].
+    pub(super) fn reload(&self) -> Result<Value, String> {
+        self.ask(Additions::reload)
+    }
+
+    /// Has the configuration file followed, and does not wait for that. What comes of it is in the log.
+    pub(super) fn begin_reload(&self) {
+        let additions = Arc::clone(&self.additions);
+        self.errands.send(move || drop(additions.reload()));
+    }
+
     fn ask(
         &self,
         work: impl FnOnce(&Additions) -> Result<Value, String> + Send + 'static,
@@ -102,16 +124,39 @@ impl Additions {
         let name = disk.name();
         let refused = |reason: String| format!("cannot add disk {name}: {reason}");
         let wanted = self.wanted(&mut disk, keys).map_err(refused)?;
-        let opened = self.open(&wanted).map_err(|failure| refused(line(&failure)))?;
+        self.bring(wanted).map_err(refused)
+    }
+
+    /// Makes a device, and serves it.
+    ///
+    /// # Errors
+    ///
+    /// The reason as the end of a sentence.
+    pub(super) fn bring(&self, wanted: Wanted) -> Result<Value, String> {
+        let opened = self.open(&wanted).map_err(|failure| line(&failure))?;
         let brought = bring_up(&self.server, vec![(wanted, opened)], &self.events, &self.socket);
         // A device that is made anew does not come late.
-        let (ids, _late) = brought.map_err(|failure| refused(line(&failure)))?;
-        let Some(&id) = ids.first() else {
-            return Err(refused("it has no device".to_owned()));
-        };
+        let (ids, _late) = brought.map_err(|failure| line(&failure))?;
+        let id = *ids.first().ok_or("it has no device")?;
         let path = block_path(id);
         tracing::info!(event = "disk-added", disk = %id, %path, "serving one more disk");
         Ok(json!({ "id": id.to_string(), "path": path }))
+    }
+
+    /// Refuses a disk that cannot come beside `others`, of which it is none.
+    ///
+    /// # Errors
+    ///
+    /// The reason as the end of a sentence.
+    pub(super) fn check_new<'a>(
+        &self,
+        others: impl IntoIterator<Item = &'a DiskConfig>,
+        disk: &'a DiskConfig,
+    ) -> Result<(), String> {
+        if self.arguments.is_confined() {
+            image_folders::check_within(&self.folders(), "image", &disk.path)?;
+        }
+        once::check_images(others.into_iter().chain([disk])).map_err(|failure| line(&failure))
     }
 
     /// The device that is to be made of a disk. Its image is not opened yet.
@@ -120,9 +165,6 @@ impl Additions {
         let group = self.groups.lock().join(disk, None);
         let group = group.map_err(|failure| line(&failure))?;
         disk.start_in(&self.directory);
-        if self.arguments.is_confined() {
-            image_folders::check_within(&self.folders(), "image", &disk.path)?;
-        }
         let others: Vec<_> = {
             let shared = self.server.lock();
             shared
@@ -131,7 +173,7 @@ impl Additions {
                 .map(|served| served.config.clone())
                 .collect()
         };
-        once::check_images(others.iter().chain([&*disk])).map_err(|failure| line(&failure))?;
+        self.check_new(&others, disk)?;
         let made = self.new.wanted(
             (text, disk.clone()),
             group,
@@ -176,7 +218,7 @@ impl Additions {
         })
     }
 
-    fn remove(&self, id: &str) -> Result<Value, String> {
+    pub(super) fn remove(&self, id: &str) -> Result<Value, String> {
         let (number, _) = requests::find(&self.server.lock().devices, id)?;
         let path = block_path(number);
         let in_use = |user: &str| {
@@ -214,6 +256,6 @@ impl Additions {
 }
 
 /// The text of a failure, as the end of a sentence.
-fn line(failure: &CommandFailure) -> String {
+pub(super) fn line(failure: &CommandFailure) -> String {
     failure.line().unwrap_or_default()
 }

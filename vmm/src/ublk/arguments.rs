@@ -141,10 +141,10 @@ pub enum UblkSnapshotCommand {
 }
 
 /// [`ZERO_COPY_FROM`](virtio_devices::ublk::ZERO_COPY_FROM) as text.
-const ZERO_COPY_FROM_TEXT: &str = "0";
+pub(super) const ZERO_COPY_FROM_TEXT: &str = "0";
 
 /// The options common to `add`, `recover` and `upgrade`.
-#[derive(Args, Clone, Debug)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct ServeArguments {
     /// Folder whose images `ringdisk ctl disk-add` may add as further devices; the server then goes on also without any
     ///

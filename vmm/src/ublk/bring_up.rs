@@ -142,6 +142,7 @@ fn remember(shared: &mut ServerState, wanted: Wanted, opened: OpenedDisk, device
         rate_limit_group: wanted.rate_limit_group,
         control: socket.to_owned(),
         added_by: wanted.added_by,
+        listed_in: wanted.listed_in,
         sequence: state::sequence(Path::new(state::BLOCK_DEVICES), id),
         outlives: Recovery::of(device.info().flags()) != Recovery::Off,
         partitions: wanted.partitions,

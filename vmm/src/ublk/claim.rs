@@ -164,6 +164,7 @@ mod tests {
                 rate_limit_group: None,
                 control: "/run/x".into(),
                 added_by: None,
+                listed_in: None,
                 sequence: Some(41),
                 outlives: true,
                 partitions: false,

@@ -5,6 +5,8 @@
 
 use std::collections::BTreeMap;
 
+use block::throttle::RateLimits;
+
 use crate::disk_config::{DiskConfig, RateLimitGroups};
 use crate::error::CommandFailure;
 
@@ -30,6 +32,30 @@ impl Groups {
             by_text: BTreeMap::new(),
             texts: texts.to_vec(),
         })
+    }
+
+    /// Makes the groups of the command line those of `new`. One that stays keeps its members. Answers those that get other limits.
+    ///
+    /// # Errors
+    ///
+    /// If one is invalid.
+    pub(super) fn follow(&mut self, new: &[String]) -> Result<Vec<(String, RateLimits)>, CommandFailure> {
+        let given = RateLimitGroups::parse(new)?;
+        let mut changed = Vec::new();
+        for text in new {
+            let one = RateLimitGroups::parse([text])?;
+            let before = self.texts.iter().find(|before| {
+                let before = self.by_text.get(*before);
+                before.is_some_and(|before| before.ids().eq(one.ids()))
+            });
+            if let Some(mut members) = before.cloned().and_then(|before| self.by_text.remove(&before)) {
+                changed.extend(members.follow(&one));
+                self.by_text.insert(text.clone(), members);
+            }
+        }
+        self.texts = new.to_vec();
+        self.given = given;
+        Ok(changed)
     }
 
     /// Lets a disk into the group that it names, if it names one: a group of the command line, or else the one
@@ -102,6 +128,28 @@ mod tests {
         let (one, text) = member(&mut given, Some(slow));
         assert_eq!(text.as_deref(), Some(slower));
         assert!(same(&one, &member(&mut given, None).0));
+    }
+
+    #[test]
+    fn follow_keeps_the_members_of_a_group_with_other_limits() {
+        let (slow, slower) = (
+            "id=slow,ops_size=10,ops_refill_time=100".to_owned(),
+            "id=slow,ops_size=5,ops_refill_time=100".to_owned(),
+        );
+        let other = "id=other,ops_size=1,ops_refill_time=1".to_owned();
+        let mut groups = Groups::parse(std::slice::from_ref(&slow)).expect("one");
+        let (one, _) = member(&mut groups, None);
+        assert_eq!(groups.follow(&[slow]).expect("the same"), []);
+        let changed = groups.follow(&[other, slower.clone()]).expect("two");
+        let parsed = DiskConfig::parse("path=a,ops_size=5,ops_refill_time=100").expect("a disk");
+        assert_eq!(changed, [("slow".to_owned(), parsed.rate_limits)]);
+        let (next, text) = member(&mut groups, None);
+        assert!(same(&one, &next) && text == Some(slower));
+        // One that is gone keeps those who are in it, and takes nobody.
+        assert_eq!(groups.follow(&[]).expect("none"), []);
+        let mut disk = DiskConfig::parse("path=a,rate_limit_group=slow").expect("a disk");
+        assert!(groups.join(&mut disk, None).is_err());
+        assert!(groups.follow(&["id=slow".to_owned()]).is_err());
     }
 
     #[test]

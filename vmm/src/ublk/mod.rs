@@ -10,7 +10,9 @@ mod by_id;
 pub mod claim;
 mod claimed_file;
 mod command_process;
+mod configured;
 mod devices;
+pub(crate) mod file;
 mod groups;
 mod hand_over;
 mod in_use;
@@ -18,6 +20,7 @@ mod or_recover;
 mod page_cache;
 mod priority;
 mod process;
+mod reload;
 mod requests;
 mod sandbox;
 mod serve;
@@ -28,6 +31,7 @@ mod upgrade;
 mod wanted;
 
 use arguments::UblkCommand;
+pub(crate) use serve::{Start, follow};
 
 use crate::background;
 use crate::error::CommandFailure;

@@ -81,7 +81,7 @@ fn is_same(state: &SavedDevice, text: &str, directory: &Path) -> bool {
 }
 
 /// The path that a disk's text means in a folder.
-fn file(text: &str, directory: &Path) -> Option<PathBuf> {
+pub(super) fn file(text: &str, directory: &Path) -> Option<PathBuf> {
     Some(directory.join(DiskConfig::parse(text).ok()?.path))
 }
 
@@ -100,6 +100,7 @@ mod tests {
             rate_limit_group: None,
             control: "/run/x".into(),
             added_by: None,
+            listed_in: None,
             sequence: None,
             outlives: true,
             partitions: false,

@@ -14,7 +14,7 @@ use super::served::{Event, Served, Server};
 use super::{additions, hand_over};
 use crate::control::Request;
 use crate::exchange::{self, Listed, ServedDisk};
-use crate::image_folders;
+use crate::{config_file, image_folders};
 
 /// The server, as its control sockets see it.
 pub(super) struct UblkDesk {
@@ -52,9 +52,12 @@ impl exchange::Desk for UblkDesk {
                 "fallbacks": counts.fallbacks,
             })
         });
-        Ok(
-            json!({"devices": list.collect::<Vec<_>>(), "hand_over": hand_over::VERSION, "passes_locks": true}),
-        )
+        Ok(json!({
+            "devices": list.collect::<Vec<_>>(),
+            "hand_over": hand_over::VERSION,
+            "passes_locks": true,
+            "process": std::process::id(),
+        }))
     }
 
     fn disks(&self) -> Result<Vec<Listed>, String> {
@@ -109,6 +112,7 @@ impl exchange::Desk for UblkDesk {
             }
             Request::DiskAdd { disk, socket: None } => return takes()?.add(disk),
             Request::DiskRemove { id } => return takes()?.remove(id),
+            Request::Reload {} => return self.additions.as_ref().ok_or(config_file::NO_FILE)?.reload(),
             request => return Err(exchange::refusal(Self::SERVER, &request)),
         };
         let mut shared = self.server.lock();

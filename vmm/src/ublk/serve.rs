@@ -1,32 +1,34 @@
-//! `ringdisk ublk add`, `recover` and `upgrade`: the server's process, from its start to its end.
+//! `ringdisk ublk add`, `recover` and `upgrade`, and `ringdisk serve` of devices: the server's process, from its start to its end.
 //!
 //! Invariants: after a stop signal every device is stopped, drained and deleted, and each image closed cleanly,
 //! even if another one fails. A device with a broken queue does no more I/O, and is left untouched until this process
 //! exits: then it can be recovered.
 
 use std::io::Write;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 
 use parking_lot::Mutex;
 use virtio_devices::ublk::{QueueEvent, block_path};
 
-use super::additions::Additions;
+use super::additions::{Additions, DisksThread};
 use super::arguments::{AddArguments, RecoverArguments, ServeArguments, UpgradeArguments};
 use super::bring_up::{self, bring_up, open_disk};
+use super::file::DevicesFile;
 use super::groups::Groups;
+use super::reload::Followed;
 use super::served::{Event, Server, ServerState, close};
 use super::upgrade::{self, Predecessor};
 use super::wanted::{self, NewDevices, Wanted};
-use super::{additions, command_process, devices, hand_over, requests, sandbox, served, state};
+use super::{command_process, configured, devices, hand_over, requests, sandbox, served, state};
 use crate::control::{Control as ControlSocket, Server as ControlServer};
-use crate::error::{CommandFailure, EXIT_FAILURE, EXIT_OK};
+use crate::error::{CommandFailure, EXIT_OK};
 use crate::exchange;
+use crate::heed::{self, Reactions, give_up};
 use crate::image_folders;
 use crate::metrics::Metrics;
 use crate::open;
 use crate::parallel;
 use crate::pid_file::PidFile;
-use crate::signals::StopSignals;
 use crate::socket::Socket;
 use crate::{background, limits, sd_notify};
 
@@ -45,7 +47,14 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
     if arguments.serve.daemonize {
         return background::start();
     }
-    serve(wanted, Vec::new(), &arguments.serve, (new, groups))
+    serve(Begin {
+        wanted,
+        predecessors: Vec::new(),
+        arguments: &arguments.serve,
+        new,
+        groups,
+        file: None,
+    })
 }
 
 /// `ringdisk ublk recover`.
@@ -73,8 +82,14 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
     if arguments.serve.daemonize {
         return background::start();
     }
-    let later = (NewDevices::default(), groups);
-    serve(wanted, Vec::new(), &arguments.serve, later)
+    serve(Begin {
+        wanted,
+        predecessors: Vec::new(),
+        arguments: &arguments.serve,
+        new: NewDevices::default(),
+        groups,
+        file: None,
+    })
 }
 
 /// `ringdisk ublk upgrade`.
@@ -83,13 +98,16 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
 ///
 /// A failure that names the device, the disk or its server. Unless it says otherwise, that server continues.
 pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure> {
-    let ids = match arguments.server {
-        Some(pid) => devices::served_by(pid)?,
-        None => arguments.devices.clone(),
+    let predecessors = match arguments.server {
+        Some(pid) => match devices::served_by(pid) {
+            Ok(ids) => upgrade::find(&ids, false)?,
+            // One that takes devices may have none just now.
+            Err(failure) => vec![upgrade::find_at(&state::socket(pid)).map_err(|_| failure)?],
+        },
+        None => upgrade::find(&arguments.devices, arguments.all)?,
     };
-    let predecessors = upgrade::find(&ids, arguments.all)?;
     let ids: Vec<u32> = predecessors.iter().flat_map(Predecessor::devices).collect();
-    if ids.is_empty() {
+    if predecessors.is_empty() {
         writeln!(std::io::stderr(), "no device has a server to take over from")?;
         return Ok(EXIT_OK);
     }
@@ -101,17 +119,72 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
     if arguments.serve.daemonize {
         return background::start();
     }
-    let later = (NewDevices::default(), groups);
-    serve(wanted, predecessors, &arguments.serve, later)
+    serve(Begin {
+        wanted,
+        predecessors,
+        arguments: &arguments.serve,
+        new: NewDevices::default(),
+        groups,
+        file: None,
+    })
 }
 
-/// Serves all of them until the end, some of them instead of others who do so now; and devices that are `later` added, like these.
-fn serve(
-    mut wanted: Vec<Wanted>,
+/// How a server of a configuration file starts.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Start {
+    /// It takes over from the server of the file.
+    pub(crate) takeover: bool,
+    /// It is to go on in the background.
+    pub(crate) daemonize: bool,
+    /// As [`ServeArguments::detached`].
+    pub(crate) detached: u8,
+}
+
+/// `ringdisk serve`, of a file with devices.
+///
+/// # Errors
+///
+/// A failure that names the line, the device or the disk. Devices that were there wait for another server then, or have theirs.
+pub(crate) fn follow(mut file: DevicesFile, start: Start) -> Result<u8, CommandFailure> {
+    let mut groups = Groups::parse(&file.arguments.rate_limit_group)?;
+    file.arguments.detached = start.detached;
+    let (wanted, predecessors) = configured::begin(&file, start.takeover, &mut groups)?;
+    if start.daemonize {
+        return background::start();
+    }
+    serve(Begin {
+        wanted,
+        predecessors,
+        arguments: &file.arguments.clone(),
+        new: NewDevices::default(),
+        groups,
+        file: Some(file),
+    })
+}
+
+/// What a server begins with.
+struct Begin<'a> {
+    wanted: Vec<Wanted>,
+    /// The servers that some of it is taken over from.
     predecessors: Vec<Predecessor>,
-    arguments: &ServeArguments,
-    later: (NewDevices, Groups),
-) -> Result<u8, CommandFailure> {
+    arguments: &'a ServeArguments,
+    /// The properties of devices that are added later.
+    new: NewDevices,
+    groups: Groups,
+    /// The file that it follows.
+    file: Option<DevicesFile>,
+}
+
+/// Serves until the end.
+fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
+    let Begin {
+        mut wanted,
+        predecessors,
+        arguments,
+        new,
+        groups,
+        file,
+    } = begin;
     let start = |error: std::io::Error| CommandFailure::about("cannot wait for signals", error);
     image_folders::check(&arguments.images)?;
     // Without one, which may have been deleted, relative paths of later disks lead nowhere, and that is all.
@@ -121,23 +194,20 @@ fn serve(
     }
     let pid_file = arguments.pidfile.as_deref();
     let mut pid_file = pid_file.map(PidFile::open).transpose()?;
-    let signals = StopSignals::block().map_err(start)?;
     let (sender, events) = mpsc::channel();
     // An upgrade that is broken off would leave the devices without a server: there the second signal ends it.
     let may_end = Arc::new(Mutex::new(predecessors.is_empty()));
-    let early = Early {
-        may_end: Arc::clone(&may_end),
-        confined: arguments.is_confined(),
-    };
-    stop_on_signal(signals, sender.clone(), early).map_err(start)?;
+    let reloads = file.as_ref().map(|_| Arc::<OnceLock<DisksThread>>::default());
+    heed_signals(&sender, &may_end, reloads.clone(), arguments.is_confined()).map_err(start)?;
     open::table_memory().set_limit_bytes(arguments.table_cache);
     // Files, rings and wake-ups of each queue.
     let needed = |queues: u16| 32 + 16 * u64::from(queues);
     let needed_now: u64 = wanted.iter().map(|disk| needed(disk.disk.num_queues)).sum();
-    let needed_later = if arguments.images.is_empty() {
-        0
-    } else {
+    let others_may_come = !arguments.images.is_empty() || file.is_some();
+    let needed_later = if others_may_come {
         LATER_DEVICES * needed(1)
+    } else {
+        0
     };
     limits::prepare_descriptors(needed_now + needed_later);
     // Before anything is taken over or opened: the address may be in use. That of an old server is ours when it has gone.
@@ -172,7 +242,9 @@ fn serve(
     {
         chosen = Some(Socket::listen(path).map_err(|error| CommandFailure::Failed(error.into()))?);
     }
-    let manager = sd_notify::Manager::find();
+    let manager = Arc::new(sd_notify::Manager::find());
+    let followed = file.map(|file| Followed::begin(file, &wanted));
+    let has_leftovers = followed.as_ref().is_some_and(Followed::has_leftovers);
 
     let before = predecessors.first().map(Predecessor::pid);
     if before.is_some() {
@@ -210,8 +282,7 @@ fn serve(
     if let (Some(_), Some(file)) = (&brought, &mut pid_file) {
         file.keep();
     }
-    let (new, groups) = later;
-    let additions = additions::DisksThread::start(Additions {
+    let additions = DisksThread::start(Additions {
         server: Arc::clone(&server),
         events: sender.clone(),
         socket: socket.clone(),
@@ -220,6 +291,8 @@ fn serve(
         groups: Mutex::new(groups),
         directory,
         lock_set: lock_set.clone(),
+        followed: followed.map(Mutex::new),
+        manager: Arc::clone(&manager),
     });
     let additions = additions
         .inspect_err(|error| tracing::error!(%error, "no device can be added: its thread cannot be started"))
@@ -232,6 +305,12 @@ fn serve(
         if let Err(failure) = sandbox::confine(devices, arguments.control.as_deref(), metrics, pid_file) {
             first_failure = Some(failure);
             brought = None;
+        }
+    }
+    if let (Some(reloads), Some(disks)) = (&reloads, &additions) {
+        reloads.set(disks.clone()).unwrap_or_default();
+        if has_leftovers && brought.is_some() {
+            disks.begin_reload();
         }
     }
     let desk = Arc::new(requests::UblkDesk {
@@ -259,7 +338,7 @@ fn serve(
         manager.ready();
         // Whoever does not read this is served as well.
         std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
-        let failure = wait(&server, &events, !arguments.images.is_empty());
+        let failure = wait(&server, &events, others_may_come);
         first_failure = first_failure.or(failure);
     } else {
         server.lock().leave_recovered();
@@ -316,39 +395,36 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>, others_may_come: bool) 
     first_failure
 }
 
-/// The state that a stop signal needs before the devices are ready.
-struct Early {
-    /// Nothing is made yet: the process may just end.
-    may_end: Arc<Mutex<bool>>,
-    confined: bool,
-}
-
-/// Starts the thread that turns the first stop signal into a stop, and the second into the end. The first one is the end
-/// already while images are opened and their locks are waited for.
-fn stop_on_signal(signals: StopSignals, events: mpsc::Sender<Event>, early: Early) -> std::io::Result<()> {
-    let wait_and_stop = move || -> std::io::Result<()> {
-        if early.confined {
-            sandbox::confine_early()?;
-        }
-        let signal = signals.wait()?;
-        let may_end = early.may_end.lock();
-        if *may_end {
-            tracing::error!(signal, "stopped before the devices were ready");
-            std::process::exit(EXIT_FAILURE.into());
-        }
-        drop(may_end);
-        events.send(Event::Stop(signal)).unwrap_or_default();
-        let signal = signals.wait()?;
-        tracing::error!(signal, "exiting with requests in flight");
-        std::process::exit(EXIT_FAILURE.into());
-    };
-    let report = move || {
-        if let Err(error) = wait_and_stop() {
-            tracing::error!(%error, "cannot wait for signals");
-        }
-    };
-    std::thread::Builder::new()
-        .name("signals".to_owned())
-        .spawn(report)?;
-    Ok(())
+/// Heeds signals from now on: the first stop ends the process as long as it `may_end`, because nothing is made yet; then it is an event.
+/// SIGHUP has the configuration file followed, if there is one, by whoever does so as soon as the devices are ready.
+fn heed_signals(
+    events: &mpsc::Sender<Event>,
+    may_end: &Arc<Mutex<bool>>,
+    reloads: Option<Arc<OnceLock<DisksThread>>>,
+    is_confined: bool,
+) -> std::io::Result<()> {
+    let (events, may_end) = (events.clone(), Arc::clone(may_end));
+    heed::start(Reactions {
+        confine: move || {
+            if is_confined {
+                sandbox::confine_early()?;
+            }
+            Ok(())
+        },
+        reload: reloads.map(|reloads| {
+            move || {
+                if let Some(disks) = reloads.get() {
+                    disks.begin_reload();
+                }
+            }
+        }),
+        stop: move |signal| {
+            let may_end = may_end.lock();
+            if *may_end {
+                give_up(signal, "stopped before the devices were ready");
+            }
+            drop(may_end);
+            events.send(Event::Stop(signal)).unwrap_or_default();
+        },
+    })
 }

@@ -55,6 +55,9 @@ pub(super) struct SavedDevice {
     /// The `--control` of the server that made it for a request (`disk-add`), by an absolute path.
     #[serde(default)]
     pub(super) added_by: Option<PathBuf>,
+    /// The configuration file that lists it, by an absolute path.
+    #[serde(default)]
+    pub(super) listed_in: Option<PathBuf>,
     /// The kernel's sequence number of the device, which no other one of this boot has. `None`: an older server's.
     #[serde(default)]
     pub(super) sequence: Option<u64>,
@@ -199,6 +202,7 @@ mod tests {
             rate_limit_group: Some("id=slow,ops_size=1,ops_refill_time=1".to_owned()),
             control: "/run/x".into(),
             added_by: Some("/run/y".into()),
+            listed_in: Some("/etc/z".into()),
             sequence: Some(9),
             outlives: false,
             partitions: true,

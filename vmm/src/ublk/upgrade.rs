@@ -10,12 +10,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde_json::Value;
 use virtio_devices::ublk::abi::{DeviceState, Flags};
 use virtio_devices::ublk::{Recovery, block_path};
 
@@ -111,6 +112,47 @@ pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, Co
     let mut servers: Vec<Predecessor> = servers.into_values().collect();
     servers.iter_mut().try_for_each(look)?;
     Ok(servers)
+}
+
+/// Finds the server whose control socket is at `control`, with all of its devices, of which it may have none.
+///
+/// # Errors
+///
+/// If no server of block devices answers there, or it cannot leave.
+pub(super) fn find_at(control: &Path) -> Result<Predecessor, CommandFailure> {
+    let about = control.display();
+    let answer = match ask_within(control, &Request::Info {}, Some(PROMPT)) {
+        Ok(answer) => answer,
+        Err(AskError::Refused(why)) => return Err(failed(format!("the server at {about} refuses: {why}"))),
+        Err(AskError::Unanswered(error)) => {
+            return Err(failed(format!(
+                "no server to take over from answers at {about}: {error}"
+            )));
+        }
+    };
+    let number = |value: &Value| u32::try_from(value.as_u64()?).ok();
+    let pid = number(&answer["process"]).filter(|_| answer["hand_over"].is_u64());
+    let pid = pid.ok_or_else(|| {
+        failed(format!(
+            "{about} is the socket of no server of block devices that can be taken over; expected one of `ringdisk serve` or `ublk`"
+        ))
+    })?;
+    let devices = answer["devices"].as_array().into_iter().flatten();
+    let ids: Vec<u32> = devices.filter_map(|device| number(&device["id"])).collect();
+    let mut found = find(&ids, false)?;
+    match (found.pop(), found.is_empty()) {
+        (Some(server), true) if server.pid == pid => Ok(server),
+        // A server without devices has been looked at already.
+        (None, _) if answer["hand_over"] == VERSION => Ok(Predecessor {
+            pid,
+            socket: control.to_owned(),
+            devices: BTreeMap::new(),
+            passes_locks: answer["passes_locks"] == true,
+        }),
+        _ => Err(failed(format!(
+            "process {pid}, which answers at {about}, has another version of the hand-over protocol, or devices of others"
+        ))),
+    }
 }
 
 /// Finds out whether a server can be asked, and has these devices and no others.

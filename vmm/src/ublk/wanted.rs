@@ -6,6 +6,7 @@
 use std::path::PathBuf;
 
 use block::worker::WorkerConfig;
+use virtio_devices::ublk::abi::DeviceInfo;
 use virtio_devices::ublk::{Recovery, Transport, TransportChoice, UblkConfig, block_path, may_administer};
 
 use super::arguments::{AddArguments, ServeArguments};
@@ -27,6 +28,8 @@ pub(super) struct Wanted {
     pub(super) rate_limit_group: Option<String>,
     /// The `--control` of the server that made, or is to make, the device for a request.
     pub(super) added_by: Option<PathBuf>,
+    /// The configuration file that lists the device.
+    pub(super) listed_in: Option<PathBuf>,
     pub(super) directory: PathBuf,
     pub(super) disk: DiskConfig,
     pub(super) config: UblkConfig,
@@ -36,14 +39,31 @@ pub(super) struct Wanted {
     pub(super) partitions: bool,
 }
 
-/// The properties of devices that are made, all of them alike.
-#[derive(Clone, Debug)]
+/// The properties of devices that are made.
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct NewDevices {
     transport: TransportChoice,
     zero_copy_from: u32,
     recovery: Recovery,
     io_bytes_max: u32,
     partitions: bool,
+}
+
+/// Properties of devices as texts: options of `ublk add`, or keys of a `[[device]]`.
+pub(super) struct Properties<'a> {
+    pub(super) transport: &'a str,
+    pub(super) recovery: &'a str,
+    pub(super) max_io: &'a str,
+    pub(super) zero_copy_from: &'a str,
+    pub(super) partitions: bool,
+}
+
+/// A property with a value that it does not take.
+#[derive(Debug)]
+pub(super) struct WrongProperty {
+    pub(super) key: &'static str,
+    pub(super) found: String,
+    pub(super) takes: &'static str,
 }
 
 impl Default for NewDevices {
@@ -72,42 +92,102 @@ impl NewDevices {
     ///
     /// A failure that names the option.
     pub(super) fn of(arguments: &AddArguments) -> Result<Self, CommandFailure> {
-        let transport = match arguments.transport.as_str() {
+        let properties = Properties {
+            transport: &arguments.transport,
+            recovery: &arguments.recovery,
+            max_io: &arguments.max_io,
+            zero_copy_from: &arguments.zero_copy_from,
+            partitions: arguments.partitions,
+        };
+        let parsed = Self::parse(&properties);
+        parsed.map_err(|WrongProperty { key, found, takes }| {
+            let option = key.replace('_', "-");
+            CommandFailure::Usage(format!("--{option} {found}: expected {takes}"))
+        })
+    }
+
+    /// Those that texts describe.
+    ///
+    /// # Errors
+    ///
+    /// The first that is wrong.
+    pub(super) fn parse(properties: &Properties<'_>) -> Result<Self, WrongProperty> {
+        let wrong = |key, found: &str, takes| WrongProperty {
+            key,
+            found: found.to_owned(),
+            takes,
+        };
+        let transport = match properties.transport {
+            "auto" => TransportChoice::Auto,
             "copy" => TransportChoice::Only(Transport::Copy),
             "user-copy" => TransportChoice::Only(Transport::UserCopy),
             "zero-copy" => TransportChoice::Only(Transport::ZeroCopy),
-            _ => TransportChoice::Auto,
+            found => return Err(wrong("transport", found, "auto, zero-copy, user-copy or copy")),
         };
-        let recovery = match arguments.recovery.as_str() {
+        let recovery = match properties.recovery {
+            "reissue" => Recovery::Reissue,
             "wait" => Recovery::Wait,
             "fail" => Recovery::Fail,
             "off" => Recovery::Off,
-            _ => Recovery::Reissue,
+            found => return Err(wrong("recovery", found, "reissue, wait, fail or off")),
         };
-        let io_bytes_max = size::parse_bytes(&arguments.max_io)
-            .ok()
-            .and_then(|bytes| u32::try_from(bytes).ok())
-            .filter(|bytes| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes));
-        let Some(io_bytes_max) = io_bytes_max else {
-            let found = &arguments.max_io;
-            let message = format!("--max-io {found}: expected a power of two from 4K to 32M");
-            return Err(CommandFailure::Usage(message));
+        let bytes = |text| {
+            size::parse_bytes(text)
+                .ok()
+                .and_then(|bytes| u32::try_from(bytes).ok())
         };
-        let zero_copy_from = size::parse_bytes(&arguments.zero_copy_from)
-            .ok()
-            .and_then(|bytes| u32::try_from(bytes).ok());
-        let Some(zero_copy_from) = zero_copy_from else {
-            let found = &arguments.zero_copy_from;
-            let message = format!("--zero-copy-from {found}: expected a size such as 64K, below 4G");
-            return Err(CommandFailure::Usage(message));
-        };
+        let (max_io, zero_copy_from) = (properties.max_io, properties.zero_copy_from);
+        let fits = |bytes: &u32| bytes.is_power_of_two() && (4096..=1 << 25).contains(bytes);
+        let io_bytes_max = bytes(max_io)
+            .filter(fits)
+            .ok_or_else(|| wrong("max_io", max_io, "a power of two from 4K to 32M"))?;
+        let zero_copy_from = bytes(zero_copy_from)
+            .ok_or_else(|| wrong("zero_copy_from", zero_copy_from, "a size such as 64K, below 4G"))?;
         Ok(Self {
             transport,
             zero_copy_from,
             recovery: permitted(recovery),
             io_bytes_max,
-            partitions: arguments.partitions,
+            partitions: properties.partitions,
         })
+    }
+
+    /// True if such a device waits for the next server when its own is gone.
+    pub(super) fn outlives(&self) -> bool {
+        self.recovery != Recovery::Off
+    }
+
+    /// The key of a property that is not as it was `before`, if there is one.
+    pub(super) fn changed_key(&self, before: &Self) -> Option<&'static str> {
+        let properties = [
+            ("transport", self.transport != before.transport),
+            ("zero_copy_from", self.zero_copy_from != before.zero_copy_from),
+            ("recovery", self.recovery != before.recovery),
+            ("max_io", self.io_bytes_max != before.io_bytes_max),
+            ("partitions", self.partitions != before.partitions),
+        ];
+        properties
+            .into_iter()
+            .find(|(_, differs)| *differs)
+            .map(|(key, _)| key)
+    }
+
+    /// The key of a property in which a device that there is already differs from these, if there is one.
+    pub(super) fn difference(&self, info: &DeviceInfo, partitions: bool) -> Option<&'static str> {
+        let is_other = match self.transport {
+            TransportChoice::Auto => false,
+            TransportChoice::Only(transport) => transport != Transport::of(info.flags()),
+        };
+        let properties = [
+            ("transport", is_other),
+            ("recovery", self.recovery != Recovery::of(info.flags())),
+            ("max_io", self.io_bytes_max != info.max_io_buf_bytes),
+            ("partitions", self.partitions != partitions),
+        ];
+        properties
+            .into_iter()
+            .find(|(_, differs)| *differs)
+            .map(|(key, _)| key)
     }
 
     /// A device of this disk that is made anew, with any number. Relative paths of `text` start in `directory`.
@@ -122,7 +202,7 @@ impl NewDevices {
         directory: PathBuf,
         serve: &ServeArguments,
     ) -> Result<Wanted, CommandFailure> {
-        if self.recovery != Recovery::Off {
+        if self.outlives() {
             disk.may_outlive_process(&format!("--recovery {}", self.recovery))?;
         }
         let config = UblkConfig {
@@ -140,10 +220,11 @@ impl NewDevices {
             text,
             rate_limit_group,
             added_by: None,
+            listed_in: None,
             directory,
             disk,
             config,
-            outlives: self.recovery != Recovery::Off,
+            outlives: self.outlives(),
             partitions: self.partitions,
         })
     }
@@ -202,8 +283,7 @@ pub(super) fn again(
     arguments: &ServeArguments,
     groups: &mut Groups,
 ) -> Result<Vec<Wanted>, CommandFailure> {
-    let mut wanted = Vec::new();
-    for (index, &id) in ids.iter().enumerate() {
+    let each = ids.iter().enumerate().map(|(index, &id)| {
         let remembered = SavedDevice::load(id);
         let (text, directory) = match (disks.get(index), &remembered) {
             (Some(text), _) => (text.clone(), here()?),
@@ -213,30 +293,50 @@ pub(super) fn again(
                 return Err(CommandFailure::Failed(message.into()));
             }
         };
-        let mut disk = parse(&text)?;
-        disk.may_outlive_process("ublk recover")?;
-        let each = remembered.as_ref().map(|state| state.queues_per_worker);
-        let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
-        let (group, added_by) =
-            remembered.map_or_else(Default::default, |state| (state.rate_limit_group, state.added_by));
-        let rate_limit_group = groups.join(&mut disk, group.as_deref())?;
-        disk.start_in(&directory);
-        let mut config = config(&disk, arguments)?;
-        config.queues_per_worker = arguments.queues_per_worker.or(each).unwrap_or(1);
-        wanted.push(Wanted {
-            recover: Some(id),
-            half_made: None,
-            text,
-            rate_limit_group,
-            added_by,
-            directory,
-            disk,
-            config,
-            outlives: true,
-            partitions,
-        });
-    }
-    Ok(wanted)
+        let disk = parse(&text)?;
+        one_again(id, remembered, (text, disk), directory, arguments, groups)
+    });
+    each.collect()
+}
+
+/// Device `id`, which there is already, with this disk. Relative paths of it start in `directory`.
+///
+/// # Errors
+///
+/// A failure that names the disk and its key.
+pub(super) fn one_again(
+    id: u32,
+    remembered: Option<SavedDevice>,
+    (text, mut disk): (String, DiskConfig),
+    directory: PathBuf,
+    arguments: &ServeArguments,
+    groups: &mut Groups,
+) -> Result<Wanted, CommandFailure> {
+    disk.may_outlive_process("ublk recover")?;
+    let each = remembered.as_ref().map(|state| state.queues_per_worker);
+    let partitions = remembered.as_ref().is_some_and(|state| state.partitions);
+    let group = remembered
+        .as_ref()
+        .and_then(|state| state.rate_limit_group.as_deref());
+    let rate_limit_group = groups.join(&mut disk, group)?;
+    disk.start_in(&directory);
+    let mut config = config(&disk, arguments)?;
+    config.queues_per_worker = arguments.queues_per_worker.or(each).unwrap_or(1);
+    let (added_by, listed_in) =
+        remembered.map_or_else(Default::default, |state| (state.added_by, state.listed_in));
+    Ok(Wanted {
+        recover: Some(id),
+        half_made: None,
+        text,
+        rate_limit_group,
+        added_by,
+        listed_in,
+        directory,
+        disk,
+        config,
+        outlives: true,
+        partitions,
+    })
 }
 
 /// The folder in which relative paths of the command line start.

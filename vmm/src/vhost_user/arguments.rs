@@ -1,4 +1,4 @@
-//! The command lines of `ringdisk vhost-user` and `ringdisk serve`.
+//! The command line of `ringdisk vhost-user`.
 
 use std::os::fd::RawFd;
 use std::path::PathBuf;
@@ -6,12 +6,11 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::file::{ConfigFile, Start};
 use super::served::{Options, Place};
 use super::wanted::{Disks, Places, Wanted, check_disks};
 use super::workers::SharedWorkers;
 use crate::disk_config::{RateLimitGroups, table_cache_bytes};
-use crate::error::{CommandFailure, EXIT_OK, chain};
+use crate::error::CommandFailure;
 use crate::socket::{self, Access};
 use crate::{background, cli, metrics};
 
@@ -97,58 +96,6 @@ pub(crate) struct VhostUserArguments {
     /// Given once to the intermediate process of --daemonize, twice to the process that stays.
     #[arg(long, hide = true, action = clap::ArgAction::Count)]
     detached: u8,
-}
-
-/// The arguments of `ringdisk serve`.
-#[derive(Args, Debug)]
-pub(crate) struct ServeArguments {
-    /// Configuration file: the options of `ringdisk vhost-user` as settings, and a [[disk]] for each disk
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
-    /// Only read the file, and say what is wrong with it
-    #[arg(long, conflicts_with_all = ["takeover", "incoming", "daemonize"])]
-    check: bool,
-    /// Take over from the server that serves exactly these sockets, as with `ringdisk vhost-user`
-    #[arg(long)]
-    takeover: bool,
-    /// Expect guests that migrate from another server of the same images
-    #[arg(long, conflicts_with = "takeover")]
-    incoming: bool,
-    /// Continue in the background as soon as clients can connect; exits with 0 if they can
-    #[arg(long)]
-    daemonize: bool,
-    /// Given once to the intermediate process of --daemonize, twice to the process that stays.
-    #[arg(long, hide = true, action = clap::ArgAction::Count)]
-    detached: u8,
-}
-
-impl ServeArguments {
-    /// Serves.
-    ///
-    /// # Errors
-    ///
-    /// As [`super::run`], and if something is wrong with the file.
-    pub(crate) fn run(self) -> Result<u8, CommandFailure> {
-        if self.detached == 1 {
-            return background::pass_on();
-        }
-        // It is read again by a thread that has no working directory.
-        let path = std::path::absolute(&self.config)?;
-        let file = ConfigFile::read(&path).map_err(|error| CommandFailure::Usage(chain(&error)))?;
-        let start = Start {
-            takeover: self.takeover,
-            incoming: self.incoming,
-            detached: self.detached > 0,
-        };
-        let wanted = file.wanted(start)?;
-        if self.check {
-            return Ok(EXIT_OK);
-        }
-        if self.daemonize {
-            return background::start();
-        }
-        super::run(wanted)
-    }
 }
 
 impl VhostUserArguments {

@@ -27,7 +27,7 @@ use crate::pid_file::PidFile;
 use crate::socket::{Socket, SocketError, folder_of};
 use crate::takeover::{self, Offer, TakeoverSocket};
 use crate::ublk::claim;
-use crate::{open, parallel, sandbox};
+use crate::{config_file, open, parallel, sandbox};
 
 /// Disks whose images were found, with their sockets.
 pub(super) type FoundDisks = Vec<((Place, Socket), DiskConfig, Found)>;
@@ -148,9 +148,10 @@ pub(super) fn confine_files(
     }
     // An image may also be opened when its guest comes from another server, or returns.
     allowed.readable_in.extend(claim::folders());
-    allowed
-        .readable
-        .extend(file.into_iter().flat_map(ConfigFile::folders));
+    allowed.readable.extend(
+        file.into_iter()
+            .flat_map(|file| config_file::folders(file.path())),
+    );
     sandbox::restrict_files(&allowed).map_err(failed)
 }
 

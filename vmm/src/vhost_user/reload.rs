@@ -16,28 +16,15 @@ use std::error::Error;
 use std::sync::Arc;
 
 use block::throttle::RateLimits;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::file::{ConfigFile, FileDisk};
 use super::roster::{Roster, seat};
 use super::served::{Place, Served};
-use crate::disk_config::{DiskConfig, RateLimitGroups};
+use crate::config_file;
+use crate::disk_config::{DiskConfig, LIMIT_KEYS, OPENING_KEYS, RateLimitGroups};
 use crate::error::chain;
 use crate::open::{self, OpenError};
-
-/// Keys that take effect at once.
-const LIMITS: [&str; 2] = ["bw_size", "ops_size"];
-/// Keys that take effect when the image is opened, and that a guest does not notice.
-const OPENED: [&str; 8] = [
-    "backing_files",
-    "bitmaps",
-    "data_file",
-    "direct",
-    "discard_no_unref",
-    "l2_cache",
-    "secret_file",
-    "werror",
-];
 
 /// The way from the disks that are served to those of a file.
 struct Plan {
@@ -64,34 +51,11 @@ impl Roster {
     ///
     /// What is wrong with the file, as a sentence: nothing has changed then. Or the disks that could not be changed.
     pub(super) fn reload(self: &Arc<Self>) -> Result<Value, String> {
-        let before = self.setup.file.as_ref().ok_or(
-            "it was not started with a configuration file; `ringdisk serve --config FILE` has one to read again",
-        )?;
-        let manager = &self.setup.manager;
-        manager.reloading();
-        let plan = ConfigFile::read(before.path())
-            .map_err(|error| chain(&error))
-            .and_then(|file| self.plan(before, &file));
-        let done = plan.and_then(|plan| self.apply(plan));
-        manager.ready();
-        match &done {
-            Ok(done) => {
-                let count = |what: &str| done[what].as_array().map_or(0, Vec::len);
-                tracing::info!(
-                    event = "reloaded",
-                    added = count("added"),
-                    removed = count("removed"),
-                    changed = count("changed"),
-                    "follows the configuration file"
-                );
-            }
-            Err(error) => tracing::error!(
-                event = "reload-failed",
-                error,
-                "cannot follow the configuration file"
-            ),
-        }
-        done
+        let before = self.setup.file.as_ref().ok_or(config_file::NO_FILE)?;
+        config_file::follow(&self.setup.manager, || {
+            let file = ConfigFile::read(before.path()).map_err(|error| chain(&error))?;
+            self.apply(self.plan(before, &file)?)
+        })
     }
 
     /// Compares the file with what is served.
@@ -140,7 +104,7 @@ impl Roster {
         let keys = now.differences(&disk.config);
         let joins = keys.contains(&"rate_limit_group");
         let is_known =
-            |key: &&str| LIMITS.contains(key) || OPENED.contains(key) || *key == "rate_limit_group";
+            |key: &&str| LIMIT_KEYS.contains(key) || OPENING_KEYS.contains(key) || *key == "rate_limit_group";
         if let Some(key) = keys.iter().find(|key| !is_known(key)) {
             return Err(wrong(
                 Some(key),
@@ -153,7 +117,7 @@ impl Roster {
         if keys.is_empty() {
             return Ok(());
         }
-        if !joins && keys.iter().all(|key| LIMITS.contains(key)) {
+        if !joins && keys.iter().all(|key| LIMIT_KEYS.contains(key)) {
             plan.change.push((Change::Limits, disk.config.clone()));
             return Ok(());
         }
@@ -222,13 +186,7 @@ impl Roster {
                 Err(error) => failed.push(error),
             }
         }
-        if !failed.is_empty() {
-            return Err(format!(
-                "{}; the rest of the file is in effect",
-                failed.join("; ")
-            ));
-        }
-        Ok(json!({ "added": added, "removed": removed, "changed": changed }))
+        config_file::followed(&added, &removed, &changed, &failed)
     }
 
     /// Changes a disk while it is used.

@@ -14,7 +14,8 @@ fn packaging(name: &str) -> String {
 }
 
 /// The units, each with the command that it starts, and the one that a reload runs.
-const UNITS: [(&str, &str, &str); 3] = [
+const UNITS: [(&str, &str, &str); 4] = [
+    ("ringdisk-devices", "serve", "serve"),
     ("ringdisk-serve", "serve", "serve"),
     ("ringdisk-ublk", "ublk add", "ublk upgrade"),
     ("ringdisk-vhost-user", "vhost-user", "vhost-user"),

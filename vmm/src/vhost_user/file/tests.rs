@@ -3,6 +3,8 @@
 use ringdisk_gen::Random;
 
 use super::*;
+use crate::config_file::BYTES_MAX;
+use crate::metrics::Address;
 
 const WHOLE: &str = r#"# A comment
 control = "disks.control"
