@@ -80,7 +80,7 @@ ended "stopped ringdisk-serve@vms" inside systemctl stop ringdisk-serve@vms
 # Devices of a file, which another server has after a reload.
 ringdisk image create /srv/g.qcow2 64M >/dev/null
 printf '[[device]]\npath = "/srv/g.qcow2"\nnumber = 8\n' >>/etc/ringdisk/devices/lab.toml
-ended "added to devices" inside systemctl reload ringdisk-devices@lab
+ended "grown devices" inside systemctl reload ringdisk-devices@lab
 ended "devices" inside ringdisk ctl --socket /run/ringdisk/lab.control disk-list
 echo 'max_io = "5K"' >>/etc/ringdisk/devices/lab.toml
 inside systemctl reload ringdisk-devices@lab || echo "refused devices"

@@ -118,7 +118,7 @@ fn package_is_installed_used_upgraded_and_removed() -> Result<(), Error> {
     for (what, places) in [
         ("added ", ["/dev/ublkb0"].as_slice()),
         ("both ", &["/dev/ublkb0", "/dev/ublkb3"]),
-        ("added to devices ", &[]),
+        ("grown devices ", &[]),
         ("devices ", &["/dev/ublkb7", "/dev/ublkb8"]),
     ] {
         let said = outcome.value(what).unwrap_or_default();

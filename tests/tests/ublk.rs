@@ -241,6 +241,13 @@ fn said(outcome: &Outcome) -> String {
     outcome.lines().collect::<Vec<_>>().join("\n")
 }
 
+/// Returns what `key` was said to be, which must have `text` in it.
+fn told<'a>(outcome: &'a Outcome, key: &str, text: &str) -> &'a str {
+    let line = outcome.value(&format!("{key} ")).unwrap_or_default();
+    assert!(line.contains(text), "{key}: {line}: {}", said(outcome));
+    line
+}
+
 const WORK: &str = include_str!("../guest/ublk/work.sh");
 
 #[test]

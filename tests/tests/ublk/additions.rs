@@ -1,6 +1,6 @@
 //! `ctl disk-add` and `disk-remove`: devices come to a running server, and go, while others are worked on.
 
-use super::{on_both, said};
+use super::{on_both, said, told};
 use lab::{Error, Outcome};
 
 const ADDITIONS: &str = include_str!("../../guest/ublk/additions.sh");
@@ -12,11 +12,7 @@ fn devices_come_and_go_while_their_server_runs() -> Result<(), Error> {
 
 fn judge(outcome: &Outcome) {
     let all = said(outcome);
-    let told = |key: &str, text: &str| {
-        let line = outcome.value(&format!("{key} ")).unwrap_or_default();
-        assert!(line.contains(text), "{key}: {line}: {all}");
-        line
-    };
+    let told = |key: &str, text: &str| told(outcome, key, text);
     let within = "expected one in a folder of --images: /tmp/work/images";
     told("outside", within);
     // Its name is in the folder, and what it leads to is not.

@@ -1,6 +1,6 @@
 //! `ringdisk serve` of block devices: they are what a file says, whatever becomes of their server.
 
-use super::{CPUS, on_newest, said};
+use super::{CPUS, on_newest, said, told};
 use lab::{Error, Outcome};
 
 const CONFIGURED: &str = include_str!("../../guest/ublk/configured.sh");
@@ -12,11 +12,7 @@ fn devices_follow_a_file_through_reloads_kills_and_takeovers() -> Result<(), Err
 
 fn judge(outcome: &Outcome) {
     let all = said(outcome);
-    let told = |key: &str, text: &str| {
-        let line = outcome.value(&format!("{key} ")).unwrap_or_default();
-        assert!(line.contains(text), "{key}: {line}: {all}");
-        line
-    };
+    let told = |key: &str, text: &str| told(outcome, key, text);
     let is = |key: &str, text: &str| assert_eq!(told(key, "").trim(), text, "{key}: {all}");
     for key in ["checked", "asked", "load", "server", "old"] {
         assert!(told(key, "").starts_with('0'), "{key}: {all}");
