@@ -309,10 +309,8 @@ fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
     }
     if let (Some(reloads), Some(disks)) = (&reloads, &additions) {
         reloads.set(disks.clone()).unwrap_or_default();
-        if has_leftovers && brought.is_some() {
-            disks.begin_reload();
-        }
     }
+    let leftovers = additions.clone().filter(|_| has_leftovers);
     let desk = Arc::new(requests::UblkDesk {
         server: Arc::clone(&server),
         events: sender,
@@ -338,6 +336,7 @@ fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
         manager.ready();
         // Whoever does not read this is served as well.
         std::io::stdout().write_all(lines.as_bytes()).unwrap_or_default();
+        leftovers.iter().for_each(DisksThread::begin_reload);
         let failure = wait(&server, &events, others_may_come);
         first_failure = first_failure.or(failure);
     } else {
