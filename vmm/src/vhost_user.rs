@@ -34,6 +34,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use virtio_devices::vhost_user::{Pulse, Reception};
 
+pub use crate::config_file::FileError;
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::metrics::{DiskReport, Metrics};
