@@ -1,4 +1,4 @@
-//! What the configuration files of `ringdisk serve` have in common: TOML with settings, which have the names of options, and tables.
+//! The common parts of configuration files of `ringdisk serve`: TOML with settings, which have the names of options, and tables.
 //!
 //! ```toml
 //! control = "/run/ringdisk/disks.control"
@@ -310,7 +310,7 @@ impl Settings {
     }
 }
 
-/// What the settings that every kind of file has mean.
+/// The meaning of the settings that every kind of file has.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Shared {
     pub(crate) control: Option<PathBuf>,

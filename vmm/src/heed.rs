@@ -8,13 +8,13 @@ use std::thread;
 use crate::error::EXIT_FAILURE;
 use crate::signals::{StopSignals, is_log_read};
 
-/// What a server does on signals.
+/// The reactions of a server to signals.
 pub(crate) struct Reactions<C, R, S> {
     /// Confines the thread that waits for them.
     pub(crate) confine: C,
-    /// What SIGHUP means, if it is no stop.
+    /// The meaning of SIGHUP, if it is no stop.
     pub(crate) reload: Option<R>,
-    /// What the first stop does.
+    /// The reaction to the first stop.
     pub(crate) stop: S,
 }
 
