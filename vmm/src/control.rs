@@ -15,9 +15,9 @@ mod table;
 pub(crate) mod tests;
 mod watch;
 
-pub use client::{AskError, ask, ask_for_locks, ask_within, follow};
-pub use request::{DiskKeys, LogLevel, Request};
-pub use server::{AfterAnswer, Control, Handler, Locks, Server};
+pub use client::{AskError, HandedOver, answer_with, ask, ask_for_disks, ask_within, follow};
+pub use request::{DiskKeys, HAND_OVER, LogLevel, Request};
+pub use server::{AfterAnswer, Control, HandOver, Handler, Server};
 pub use stats::{DiskStatistics, Statistics};
 pub use table::{line, table};
 pub(crate) use watch::WatchLayer;

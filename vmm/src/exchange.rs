@@ -13,6 +13,7 @@ mod compaction;
 mod served_disk;
 
 use std::collections::BTreeSet;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use block::throttle::RateLimits;
@@ -50,6 +51,11 @@ pub(crate) trait Desk: Send + Sync + 'static {
 
     /// Ends the server in order, as SIGTERM does. Called when the request has been answered; does not wait for the end.
     fn stop(&self);
+
+    /// Hands disks over, as [`Server::hand_over`](crate::control::Server::hand_over) does.
+    fn hand_over(&self, _: &UnixStream, request: Request) -> Result<(), String> {
+        Err(refusal(Self::SERVER, &request))
+    }
 
     /// Carries out a request that not every command has.
     fn special(&self, request: Request) -> Result<Value, String> {
@@ -172,9 +178,10 @@ fn limits_of_group(disks: &[Listed], group: &str, limits: Option<&RateLimits>) -
 
 /// Returns the server of a control socket whose requests `desk` answers.
 pub(crate) fn server<D: Desk>(desk: &Arc<D>) -> Server {
-    let (asked, stopped) = (Arc::clone(desk), Arc::clone(desk));
+    let (asked, stopped, left) = (Arc::clone(desk), Arc::clone(desk), Arc::clone(desk));
     Server {
         stop: Arc::new(move || stopped.stop()),
+        hand_over: Arc::new(move |connection, request| left.hand_over(connection, request)),
         ..Server::new(Arc::new(move |request| answer(&*asked, request)))
     }
 }
@@ -225,9 +232,7 @@ pub(crate) fn refusal(server: &str, request: &Request) -> String {
         Request::Pause {} | Request::Resume {} => "it has no guest; only `ringdisk run` pauses one",
         Request::PowerButton {} | Request::Reset {} => "it has no guest; only `ringdisk run` has buttons",
         Request::Reload {} => "only `ringdisk serve` has a configuration file",
-        Request::HandOver { .. } | Request::PassLocks {} => {
-            "only `ringdisk ublk` hands its devices over this way; see --takeover for `ringdisk vhost-user`"
-        }
+        Request::HandOver { .. } => "a machine ends with its process",
         _ => "it does not have this request",
     };
     format!("{server} cannot do `{}`: {why}", request.name())

@@ -2,12 +2,13 @@
 //!
 //! A file has disks for other programs' machines (`[[disk]]`, see [`vhost_user`]) or devices of the host (`[[device]]`, see [`ublk`]).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
 use crate::config_file;
 use crate::error::{CommandFailure, EXIT_OK, chain};
+use crate::takeover::TakeoverArguments;
 use crate::ublk::file::{DevicesFile, KIND as DEVICES};
 use crate::vhost_user::{ConfigFile, KIND as DISKS, Start};
 use crate::{background, ublk, vhost_user};
@@ -21,9 +22,8 @@ pub(crate) struct ServeArguments {
     /// Only read the file, and say what is wrong with it
     #[arg(long, conflicts_with_all = ["takeover", "incoming", "daemonize"])]
     check: bool,
-    /// Take over from the server of the file: of exactly these sockets, or of these devices. Their users do not notice
-    #[arg(long)]
-    takeover: bool,
+    #[command(flatten)]
+    takeover: TakeoverArguments,
     /// Expect guests that migrate from another server of the same images
     #[arg(long, conflicts_with = "takeover")]
     incoming: bool,
@@ -55,7 +55,9 @@ impl ServeArguments {
         }
         let file = ConfigFile::parse(&path, &text).map_err(wrong)?;
         let start = Start {
-            takeover: self.takeover,
+            takeover: self.takeover.is_wanted(),
+            takeover_from: self.takeover.from().map(Path::to_owned),
+            takeover_within: self.takeover.within(),
             incoming: self.incoming,
             detached: self.detached > 0,
         };

@@ -31,7 +31,7 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
-use parking_lot::Mutex;
+use block::lock::LockSet;
 use virtio_devices::vhost_user::{Pulse, Reception};
 
 pub use crate::config_file::FileError;
@@ -43,10 +43,9 @@ use crate::pid_file::PidFile;
 use crate::sandbox::Task;
 use crate::{background, image_folders, limits, sd_notify};
 use begin::{Entrance, confine_files, find_all, keep_sockets, take_over};
-use desk::VhostUserDesk;
+use desk::{Door, Doors, VhostUserDesk};
 pub(crate) use file::KIND;
 pub use file::{ConfigFile, Start};
-use hand_over::stop_on_takeover;
 use heed::Heard;
 use orders::Orders;
 use roster::{Roster, Setup};
@@ -95,19 +94,15 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     let began = Instant::now();
     // Bound first, as it is to be dropped last, whatever fails: then the old server opens its images again.
     let Entrance {
-        mut offer,
+        offer,
         sockets,
         takeover_socket,
         control,
     } = Entrance::open(&listening, &configs, &places, options)?;
-    let lock_set = offer
-        .as_ref()
-        .map(|offer| offer.lock_set.clone())
-        .unwrap_or_default();
-    let come_one_by_one = offer.as_ref().is_some_and(|offer| offer.moves().is_some());
-    // Those that come one by one are only looked at: the old server has them until then.
+    let lock_set = LockSet::default();
+    // Those that an old server has until they move are only looked at.
     let finding = Options {
-        incoming: options.incoming || come_one_by_one,
+        incoming: options.incoming || options.takeover,
         ..options
     };
     let waiting = listening.into_iter().zip(sockets).zip(configs).collect();
@@ -116,7 +111,8 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     };
     if options.sandbox {
         // Threads that are started later are inside.
-        confine_files(&found, &places, control.as_ref(), file.as_ref())?;
+        let doors: Vec<&Door> = takeover_socket.iter().chain(&control).collect();
+        confine_files(&found, &places, &doors, file.as_ref())?;
     }
     let queues: usize = found
         .iter()
@@ -130,7 +126,7 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     let shared = shared.transpose().map_err(failed)?.map(Arc::new);
     let (mut served, mut coming) = (Vec::new(), Vec::new());
     for (at, config, image) in found {
-        if come_one_by_one {
+        if options.takeover {
             coming.push(Some((at, config)));
             continue;
         }
@@ -155,48 +151,33 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     let roster = Roster::new(served, reception, stop, lock_set, groups, setup);
     let orders = Orders::start(&roster).map_err(not_started)?;
     let mut ahead = None;
-    if let Some(offer) = &mut offer {
-        let coming = come_one_by_one.then_some(coming);
+    if let Some(offer) = &offer {
         let takes_control = control.as_ref().is_some_and(|control| control.is_adopted);
-        let taken_over = take_over(
-            offer,
-            &roster,
-            &orders,
-            coming,
-            takes_control,
-            stop,
-            pid_file.as_mut(),
-        )?;
-        let Some(taken_over) = taken_over else {
+        let pid_file = pid_file.as_mut();
+        ahead = take_over(offer, &roster, &orders, coming, takes_control, stop, pid_file)?;
+        if ahead.is_none() {
             return Ok(EXIT_OK);
-        };
-        ahead = taken_over.ahead;
+        }
         let (count, ms) = (roster.served().len(), began.elapsed().as_secs_f64() * 1000.0);
         let disks = if count == 1 { "disk" } else { "disks" };
         // Guests are served as well if nobody reads this.
         writeln!(std::io::stdout(), "took over {count} {disks} in {ms:.1} ms").unwrap_or_default();
     }
-    keep_sockets(&roster, control.as_ref(), offer.is_some())?;
+    let doors: Vec<&Door> = takeover_socket.iter().chain(&control).collect();
+    keep_sockets(&roster, &doors, offer.is_some())?;
     drop(offer);
     if let Some(metrics) = &metrics {
         let roster = Arc::clone(&roster);
         metrics.report(Arc::new(move || reports(&roster)));
     }
     heard.follow(&orders);
-    let desk = VhostUserDesk::new(&roster, &orders, stop);
-    let (mut takeover, passed_on) = (None, Arc::new(Mutex::new(None)));
-    if let Some(takeover_socket) = takeover_socket {
-        takeover_socket.keep().map_err(failed)?;
-        let listener = takeover_socket.listener_for_thread().map_err(not_started)?;
-        roster.set_takeover_socket(takeover_socket);
-        let stopping = stop_on_takeover(
-            listener,
-            Arc::clone(&roster),
-            stop.clone(),
-            Arc::clone(&passed_on),
-        );
-        takeover = Some(stopping.map_err(not_started)?);
-    }
+    let doors = Arc::new(Doors::default());
+    let desk = Arc::new(VhostUserDesk {
+        roster: Arc::clone(&roster),
+        orders: orders.clone(),
+        stop: stop.clone(),
+        doors: Arc::clone(&doors),
+    });
     // Clients could connect before; from here on nothing keeps them from being served.
     if let Some(file) = &mut pid_file {
         file.keep();
@@ -209,11 +190,13 @@ pub fn run(wanted: Wanted) -> Result<u8, CommandFailure> {
     // Threads that are started from here on are inside.
     let confined = confine(Task::Control, options).map_err(failed);
     let begun = confined.and_then(|()| {
-        let served = control.map(|control| control.serve(&desk)).transpose();
-        *passed_on.lock() = served.map_err(failed)?;
+        for (place, door) in [(&doors.own, takeover_socket), (&doors.chosen, control)] {
+            let served = door.map(|door| door.serve(&desk)).transpose();
+            *place.lock() = served.map_err(failed)?;
+        }
         Ok(())
     });
-    serve_until_stopped(&roster, &orders, stop, takeover, &passed_on, ahead, begun)
+    serve_until_stopped(&roster, &orders, stop, &doors, ahead, begun)
 }
 
 /// The failure of a server that does not start because the kernel refuses it something.

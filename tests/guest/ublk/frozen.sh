@@ -14,17 +14,17 @@ sleep 1
 wait $a && echo "slow left"
 early=0
 for step in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
-    # One descriptor for each image came with its lock. Whoever opens one has more.
-    [ $(ls -l /proc/$slow/fd | grep -c /run/slow) -le 3 ] || early=1
+    # The locks come when all is done, so whoever has a descriptor has opened an image.
+    [ $(ls -l /proc/$slow/fd | grep -c /run/slow) = 0 ] || early=1
     [ $step != 10 ] || kill -9 $c
     sleep 0.1
 done
-wait $c || true
 echo "early $early"
 alive $b && alive $slow && [ -d /proc/$writer ] && [ "$(pid_of 3)" = $b ] && echo "slow waits"
 fsfreeze -u /run/slow
 wait $writer && echo "slow written"
 wait $b && echo "slow left"
+wait $c || true
 up slow $slow
 holds A slow
 put B

@@ -1,11 +1,11 @@
-# Three servers with three devices each. The images of the second one are on a file system that can be frozen: what is
+# Three servers with three devices each. The images of the second and the third one are on a file system that can be frozen: what is
 # written to them is under way then, in the kernel, until it thaws.
 modprobe loop
-truncate -s 320M /tmp/slow.ext4
+truncate -s 640M /tmp/slow.ext4
 mkfs.ext4 -q /tmp/slow.ext4
 mkdir -p /run/slow
 mount -o loop /tmp/slow.ext4 /run/slow
-disk() { case $1 in [345]) echo path=/run/slow/i$1.qcow2 ;; *) echo path=i$1.qcow2 ;; esac; }
+disk() { case $1 in [345678]) echo path=/run/slow/i$1.qcow2 ;; *) echo path=i$1.qcow2 ;; esac; }
 image() { disk $1 | sed 's/path=//'; }
 for id in 0 1 2 3 4 5 6 7 8; do ringdisk image create -o cluster_size=16k $(image $id) 48M >/dev/null; done
 pid_of() { ringdisk ublk info $1 --json | sed 's/.*"pid":\([0-9]*\).*/\1/'; }

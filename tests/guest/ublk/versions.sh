@@ -17,7 +17,7 @@ $server->flush;
 print scalar <$server>;
 END
 control=/run/ringdisk/ublk/server-$server.sock
-perl other.pl /tmp/other '{"ok":true,"devices":[],"hand_over":2}' & other=$!
+perl other.pl /tmp/other '{"ok":true,"devices":[],"hand_over":3}' & other=$!
 perl other.pl /tmp/older '{"ok":true,"devices":[]}' & older=$!
 soon 60 [ -S /tmp/other ]
 soon 60 [ -S /tmp/older ]
@@ -27,8 +27,8 @@ for kind in other older; do
     mv /run/ringdisk/ublk/0.json.kept /run/ringdisk/ublk/0.json
 done
 kill $other $older
-perl ask.pl $control '{"command":"hand-over","version":2,"devices":[0,1,2,3,4,5,6,7,8]}' | sed 's/^/version /'
-perl ask.pl $control '{"command":"hand-over","version":1,"devices":[0,1]}' | sed 's/^/part /'
+perl ask.pl $control '{"command":"hand-over","version":1,"disks":["/dev/ublkb0"],"seconds":20}' | sed 's/^/version /'
+perl ask.pl $control '{"command":"hand-over","version":2,"disks":["/dev/ublkb0"],"seconds":20,"partly":true}' | sed 's/^/part /'
 served on $server
 
 # What a service manager hears when it has the server replaced: of a successor that is refused, and of one that is not.
@@ -39,7 +39,7 @@ $| = 1;
 while (defined $manager->recv(my $said, 1000)) { print "$said\n" }
 END
 perl hear.pl /tmp/notify >heard & hear=$!
-perl other.pl /tmp/busy '{"ok":true,"devices":[],"hand_over":1}' '{"ok":false,"error":"not now"}' & busy=$!
+perl other.pl /tmp/busy '{"ok":true,"devices":[],"hand_over":2}' '{"ok":false,"error":"not now"}' & busy=$!
 soon 60 [ -S /tmp/notify ]
 soon 60 [ -S /tmp/busy ]
 reload() { env NOTIFY_SOCKET=/tmp/notify /mnt/ringdisk ublk upgrade --server $server --daemonize; }

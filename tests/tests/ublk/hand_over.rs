@@ -6,7 +6,7 @@ use lab::{Error, Kernel, Outcome};
 
 use super::{on_each_own, said};
 
-/// Three servers with three devices each. The images of the second one are on a file system that can be frozen: what is
+/// Three servers with three devices each. The images of the second and the third one are on a file system that can be frozen: what is
 /// written to them is under way then, in the kernel, until it thaws.
 const SERVERS: &str = include_str!("../../guest/ublk/servers.sh");
 
@@ -68,11 +68,13 @@ fn judge_versions(outcome: &Outcome) {
     }
     let refused = r#""ok":false"#;
     assert!(
-        value("version ").contains("supports hand-over version 1, not 2"),
+        value("version ").contains("supports hand-over version 2, not 1"),
         "{all}"
     );
     assert!(
-        value("version ").contains(refused) && value("part ").contains(refused),
+        value("version ").contains(refused)
+            && value("part ").contains(refused)
+            && value("part ").contains("hands over all of its devices or none"),
         "{all}"
     );
 

@@ -3,7 +3,7 @@
 //! Invariant: with a time limit, the whole exchange ends within it for each read and write, whatever the other side does.
 
 use std::io::{self, BufRead, BufReader};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
@@ -18,6 +18,9 @@ use crate::error::CommandFailure;
 /// The longest time that a machine may take to accept a client that has no limit of its own: one that runs accepts at
 /// once.
 const CONNECT_MAX: Duration = Duration::from_secs(10);
+
+/// The longest answer to a request for disks, in bytes.
+const ANSWER_MAX: usize = 1 << 20;
 
 /// An error of a request to a control socket.
 #[derive(Debug)]
@@ -79,30 +82,57 @@ pub fn follow(
 /// [`AskError`]; `TimedOut` if it took too long.
 pub fn ask_within(path: &Path, request: &Request, patience: Option<Duration>) -> Result<Value, AskError> {
     let stream = send_request(path, request, patience).map_err(unanswered)?;
-    read_answer(&stream, String::new())
+    let mut line = String::new();
+    BufReader::new(&stream).read_line(&mut line).map_err(unanswered)?;
+    understood(&line)
 }
 
-/// Asks the server of block devices behind the socket at `path` for the locks of its images.
+/// The answer of a server that hands disks over.
+#[derive(Debug)]
+pub struct HandedOver {
+    /// The fields of the answer.
+    pub answer: Value,
+    /// The descriptors that came with it.
+    pub locks: Vec<OwnedFd>,
+}
+
+/// Asks the server at the other end of `connection` for disks, by a [`Request::HandOver`]. It may say more on the connection, of which
+/// nothing is read.
 ///
 /// # Errors
 ///
 /// As [`ask_within`].
-pub fn ask_for_locks(path: &Path, patience: Duration) -> Result<Vec<OwnedFd>, AskError> {
-    let stream = send_request(path, &Request::PassLocks {}, Some(patience)).map_err(unanswered)?;
-    let mut locks = Vec::new();
-    let mut byte = [0];
-    loop {
-        match stream
-            .recv_with_fd(&mut byte)
-            .map_err(|error| unanswered(error.into()))?
-        {
-            (0, _) => return Err(unanswered(io::ErrorKind::UnexpectedEof.into())),
-            (_, Some(lock)) => locks.push(lock.into()),
-            (_, None) => break,
+pub fn ask_for_disks(
+    connection: &UnixStream,
+    request: &Request,
+    patience: Duration,
+) -> Result<HandedOver, AskError> {
+    say(connection, request, Some(patience)).map_err(unanswered)?;
+    let (mut line, mut locks) = (Vec::new(), Vec::new());
+    while line.last() != Some(&b'\n') {
+        let mut byte = [0];
+        let received = connection.recv_with_fd(&mut byte);
+        let (count, descriptor) = received.map_err(|error| unanswered(error.into()))?;
+        if count == 0 || line.len() > ANSWER_MAX {
+            return Err(unanswered(io::ErrorKind::UnexpectedEof.into()));
         }
+        line.extend(byte);
+        locks.extend(descriptor.map(OwnedFd::from));
     }
-    read_answer(&stream, String::from_utf8_lossy(&byte).into_owned())?;
-    Ok(locks)
+    let answer = understood(&String::from_utf8_lossy(&line))?;
+    Ok(HandedOver { answer, locks })
+}
+
+/// Answers a [`Request::HandOver`], with descriptors: each comes with a space before the line.
+///
+/// # Errors
+///
+/// If whoever asked has gone, or does not read.
+pub fn answer_with(connection: &UnixStream, answer: &Value, descriptors: &[OwnedFd]) -> io::Result<()> {
+    for descriptor in descriptors {
+        connection.send_with_fd(&b" "[..], descriptor.as_raw_fd())?;
+    }
+    send_line(connection, answer)
 }
 
 fn unanswered(error: io::Error) -> AskError {
@@ -115,16 +145,20 @@ fn unanswered(error: io::Error) -> AskError {
 /// Sends a request.
 fn send_request(path: &Path, request: &Request, patience: Option<Duration>) -> io::Result<UnixStream> {
     let stream = connect_within(path, patience.unwrap_or(CONNECT_MAX), &Cancel::never())?;
-    stream.set_read_timeout(patience)?;
-    stream.set_write_timeout(patience)?;
-    send_line(&stream, &serde_json::to_value(request)?)?;
+    say(&stream, request, patience)?;
     Ok(stream)
 }
 
-/// Waits for the answer, of which `line` is there already.
-fn read_answer(stream: &UnixStream, mut line: String) -> Result<Value, AskError> {
-    BufReader::new(stream).read_line(&mut line).map_err(unanswered)?;
-    let answer: Value = serde_json::from_str(&line).map_err(|error| unanswered(error.into()))?;
+/// Sends a request on a connection, of which each read and write has this limit from then on.
+fn say(stream: &UnixStream, request: &Request, patience: Option<Duration>) -> io::Result<()> {
+    stream.set_read_timeout(patience)?;
+    stream.set_write_timeout(patience)?;
+    send_line(stream, &serde_json::to_value(request)?)
+}
+
+/// Returns what a line answers.
+fn understood(line: &str) -> Result<Value, AskError> {
+    let answer: Value = serde_json::from_str(line).map_err(|error| unanswered(error.into()))?;
     if answer["ok"] == Value::Bool(true) {
         return Ok(answer);
     }

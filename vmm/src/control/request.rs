@@ -15,6 +15,9 @@ use block::throttle::RateLimits;
 use crate::disk_config::{DiskConfig, DiskConfigError, rate};
 use crate::key_value;
 
+/// The version of [`Request::HandOver`] and of what follows its answer. Two servers have to have the same one.
+pub const HAND_OVER: u32 = 2;
+
 /// A request to a control socket.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
@@ -195,15 +198,17 @@ pub enum Request {
         /// The disk, as above.
         id: String,
     },
-    /// Passes descriptors of the locks of all images, for the next server of the devices. They come with spaces
-    /// before the answer; see [`ask_for_locks`](super::ask_for_locks).
-    PassLocks {},
-    /// Hands the block devices over to the caller, and exits.
+    /// Hands disks over to the caller, a new server, on this connection; see [`ask_for_disks`](super::ask_for_disks).
     HandOver {
-        /// The protocol version: 1.
+        /// The version of what follows the answer: [`HAND_OVER`].
         version: u32,
-        /// All devices that the server has.
-        devices: Vec<u32>,
+        /// The disks, by their places in `disk-list`: absolute paths of sockets, or of block devices.
+        disks: Vec<PathBuf>,
+        /// The longest time that it may take, in seconds.
+        seconds: u64,
+        /// True if the server may have others, too, with which it goes on.
+        #[serde(default)]
+        partly: bool,
     },
 }
 
@@ -243,7 +248,6 @@ impl Request {
             Self::Compact { .. } => "compact",
             Self::CompactStatus { .. } => "compact-status",
             Self::CompactStop { .. } => "compact-stop",
-            Self::PassLocks {} => "pass-locks",
             Self::HandOver { .. } => "hand-over",
         }
     }

@@ -5,7 +5,6 @@
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read};
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -13,7 +12,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::clients::{Clients, Place};
 use super::gate::{Gate, Wanted};
@@ -22,7 +20,7 @@ use super::watch::{Watch, Watched};
 use crate::socket::{Socket, SocketError};
 
 /// The longest request, in bytes.
-const REQUEST_MAX: u64 = 64 << 10;
+const REQUEST_MAX: u64 = 1 << 20;
 /// After what time a client that could not be let in is tried again.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
@@ -32,8 +30,9 @@ pub type Handler = dyn Fn(Request) -> Result<Value, String> + Send + Sync;
 /// Called after an answer was sent.
 pub type AfterAnswer = dyn Fn() + Send + Sync;
 
-/// Returns the descriptors for [`Request::PassLocks`].
-pub type Locks = dyn Fn() -> io::Result<Vec<OwnedFd>> + Send + Sync;
+/// Hands disks over on a connection, as a [`Request::HandOver`] asks, and returns when that has ended, well or not. An error is a refusal,
+/// before which nothing was said.
+pub type HandOver = dyn Fn(&UnixStream, Request) -> Result<(), String> + Send + Sync;
 
 /// The server of a control socket.
 #[derive(Clone)]
@@ -44,19 +43,19 @@ pub struct Server {
     pub stop: Arc<AfterAnswer>,
     /// Is called after each answer, whether or not the client has taken it.
     pub after_answer: Arc<AfterAnswer>,
-    /// Has the descriptors of image locks.
-    pub locks: Arc<Locks>,
+    /// Hands disks over.
+    pub hand_over: Arc<HandOver>,
 }
 
 impl Server {
-    /// Returns a server that does nothing after an answer and has no locks to pass.
+    /// Returns a server that does nothing after an answer and hands nothing over.
     #[must_use]
     pub fn new(handler: Arc<Handler>) -> Self {
         Self {
             handler,
             stop: Arc::new(|| ()),
             after_answer: Arc::new(|| ()),
-            locks: Arc::new(|| Ok(Vec::new())),
+            hand_over: Arc::new(|_, _| Err("it has no disks to hand over".to_owned())),
         }
     }
 }
@@ -172,9 +171,9 @@ impl Control {
     }
 }
 
-/// Calls the handler. A panic of the handler becomes an error, and the connection continues.
-fn call_handler(handler: &Handler, request: Request) -> Result<Value, String> {
-    let done = catch_unwind(AssertUnwindSafe(|| handler(request)));
+/// Carries a request out. A panic becomes an error, and the connection continues.
+fn carry_out<T>(request: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    let done = catch_unwind(AssertUnwindSafe(request));
     done.unwrap_or_else(|_| Err("internal error; see the log on standard error".to_owned()))
 }
 
@@ -212,11 +211,17 @@ fn serve_client(stream: &UnixStream, place: &Place, server: &Server) -> io::Resu
         }
         let stops = matches!(request, Ok(Request::Stop {}));
         let answer = match request {
-            Ok(Request::PassLocks {}) => match pass_locks(stream, server) {
-                Ok(count) => json!({"ok": true, "locks": count}),
-                Err(error) => json!({"ok": false, "error": error.to_string()}),
-            },
-            Ok(request) => match call_handler(&*server.handler, request) {
+            // What follows is no request of a line, and comes after the answer.
+            Ok(Request::HandOver { .. }) if !reader.buffer().is_empty() => {
+                json!({"ok": false, "error": "`hand-over` has to be the last request of a connection"})
+            }
+            Ok(request @ Request::HandOver { .. }) => {
+                match carry_out(|| (server.hand_over)(stream, request)) {
+                    Ok(()) => return Ok(()),
+                    Err(error) => json!({"ok": false, "error": error}),
+                }
+            }
+            Ok(request) => match carry_out(|| (server.handler)(request)) {
                 Ok(Value::Object(mut fields)) => {
                     fields.insert("ok".to_owned(), true.into());
                     Value::Object(fields)
@@ -234,13 +239,4 @@ fn serve_client(stream: &UnixStream, place: &Place, server: &Server) -> io::Resu
         sent?;
         place.awaits(true);
     }
-}
-
-/// Sends the descriptors of image locks, each with a space. Returns how many there are.
-fn pass_locks(stream: &UnixStream, server: &Server) -> io::Result<usize> {
-    let locks = (server.locks)()?;
-    for lock in &locks {
-        stream.send_with_fd(&b" "[..], lock.as_raw_fd())?;
-    }
-    Ok(locks.len())
 }

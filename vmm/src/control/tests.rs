@@ -57,8 +57,7 @@ fn served() -> (tempfile::TempDir, std::path::PathBuf, Control) {
         | Request::BitmapEnable { id, name }
         | Request::BitmapDisable { id, name }
         | Request::BitmapMerge { id, name, .. } => Ok(json!({ "id": id, "name": name })),
-        Request::HandOver { devices, .. } => Ok(json!({ "devices": devices })),
-        Request::PassLocks {} | Request::Events {} | Request::Log { .. } => {
+        Request::HandOver { .. } | Request::Events {} | Request::Log { .. } => {
             Err("it is not for the handler".to_owned())
         }
     };
@@ -165,11 +164,10 @@ fn control_page_lists_exactly_the_requests() {
             "compact",
             "compact-status",
             "compact-stop",
-            "pass-locks",
             "hand-over"
         ]
     );
-    assert_eq!(answers.len(), 28, "an answer for each, and an error");
+    assert_eq!(answers.len(), 27, "an answer for each, and an error");
     for answer in answers {
         let refused = answer["error"].is_string();
         assert_eq!(answer["ok"], Value::Bool(!refused), "{answer}");
@@ -210,37 +208,63 @@ fn events_are_sent_until_the_client_goes() {
     assert!(seen > CLIENTS_MAX, "{seen}");
 }
 
+/// The answer comes with descriptors, and what follows it is nobody's request. A refusal ends nothing.
 #[test]
-fn ask_for_locks_returns_every_lock_and_serving_continues() {
+fn hand_over_answers_with_every_lock_and_leaves_the_connection() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("control");
     let image = std::fs::File::create(folder.path().join("image")).expect("a file");
     let own = image.try_clone().expect("a descriptor");
+    let hand_over = move |mut connection: &UnixStream, request| {
+        let Request::HandOver { seconds, .. } = request else {
+            return Err("another request".to_owned());
+        };
+        if seconds == 13 {
+            std::panic::resume_unwind(Box::new("bad luck"));
+        }
+        let copies = (0..300).map(|_| own.try_clone().map(Into::into));
+        let copies = copies.collect::<io::Result<Vec<_>>>().expect("descriptors");
+        answer_with(connection, &json!({"ok": true, "failures": []}), &copies).expect("it reads");
+        connection.write_all(b"more").expect("it reads");
+        Ok(())
+    };
     let server = Server {
-        handler: Arc::new(|_| Ok(json!({"state": "running"}))),
-        stop: Arc::new(|| ()),
-        after_answer: Arc::new(|| ()),
-        locks: Arc::new(move || (0..300).map(|_| Ok(own.try_clone()?.into())).collect()),
+        hand_over: Arc::new(hand_over),
+        ..Server::new(Arc::new(|_| Ok(json!({"state": "running"}))))
     };
     let socket = Socket::listen(&path).expect("a socket");
     let _control = Control::serve_on(socket, &server).expect("it serves");
-    let locks = ask_for_locks(&path, Duration::from_secs(20)).expect("locks");
-    assert_eq!(locks.len(), 300);
+    let request = |seconds| Request::HandOver {
+        version: HAND_OVER,
+        disks: vec!["/run/a.sock".into()],
+        seconds,
+        partly: false,
+    };
+    let patience = Duration::from_secs(20);
+    let mut connection = UnixStream::connect(&path).expect("it listens");
+    let refused = ask_for_disks(&connection, &request(13), patience).expect_err("bad luck");
+    assert!(matches!(refused, AskError::Refused(why) if why.contains("internal error")));
+    let handed = ask_for_disks(&connection, &request(20), patience).expect("locks");
+    assert_eq!(handed.answer["failures"], json!([]));
+    assert_eq!(handed.locks.len(), 300);
     // The same description: they share a position.
-    let mut last = std::fs::File::from(locks.into_iter().next_back().expect("one"));
+    let mut last = std::fs::File::from(handed.locks.into_iter().next_back().expect("one"));
     last.write_all(b"four").expect("written");
-    assert_eq!(
-        std::io::Seek::stream_position(&mut &image).expect("a position"),
-        4
-    );
+    let mut image = &image;
+    assert_eq!(std::io::Seek::stream_position(&mut image).expect("a position"), 4);
+    let mut more = String::new();
+    connection.read_to_string(&mut more).expect("text");
+    assert_eq!(more, "more");
     assert!(ask(&path, &Request::Info {}).is_ok());
 
+    // What came with the request would be lost to what follows it.
+    let text = serde_json::to_string(&request(20)).expect("text");
+    let answer = say(&path, format!("{text}\n{{\"command\":\"info\"}}\n").as_bytes());
+    assert!(answer.contains("has to be the last request"), "{answer}");
+    assert!(answer.contains("\"state\":\"running\""), "{answer}");
     let (_folder, path, _control) = served();
-    assert!(
-        ask_for_locks(&path, Duration::from_secs(20))
-            .expect("none")
-            .is_empty()
-    );
+    let answer = say(&path, format!("{text}\n").as_bytes());
+    assert!(answer.contains("it has no disks to hand over"), "{answer}");
 }
 
 #[test]
@@ -325,7 +349,7 @@ fn invalid_request_is_answered_and_the_next_client_served() {
         ),
         (b"nonsense\n", "invalid request: "),
         (b"{\"command\":\"inf", "the request is incomplete"),
-        (&[b'x'; 70_000], "longer than 65536 bytes"),
+        (&[b'x'; (1 << 20) + 1], "longer than 1048576 bytes"),
     ] {
         let answer = say(&path, bytes);
         assert!(
@@ -378,7 +402,7 @@ fn ask_within_times_out_and_after_answer_follows_the_answer() {
         handler: Arc::new(handler),
         stop: Arc::new(|| ()),
         after_answer: Arc::new(told),
-        locks: Arc::new(|| Ok(Vec::new())),
+        ..Server::new(Arc::new(|_| Err("nobody asks".to_owned())))
     };
     let socket = Socket::listen(&heard).expect("a socket");
     let _control = Control::serve_on(socket, &server).expect("threads");

@@ -14,7 +14,11 @@ use crate::error::CommandFailure;
 #[derive(Debug, thiserror::Error)]
 pub enum TakeoverError {
     /// There is no server to take over from.
-    #[error("no server to take over from listens at {}; start without --takeover", path.display())]
+    #[error(
+        "no server to take over from listens at {}; start without --takeover, or name a control socket of the server \
+         (--takeover=SOCKET)",
+        path.display()
+    )]
     Nobody {
         /// The takeover socket.
         path: PathBuf,
@@ -35,7 +39,7 @@ pub enum TakeoverError {
         reason: String,
     },
     /// The conversation broke off.
-    #[error("the running server closed the connection during the takeover")]
+    #[error("the running server closed the connection during the takeover, or is of another version")]
     BrokenOff(#[source] io::Error),
     /// The old server, or its disks, hang.
     #[error("the running server did not answer within {} s; it continues to serve its clients", waited.as_secs())]
@@ -43,9 +47,6 @@ pub enum TakeoverError {
         /// The time that was waited.
         waited: Duration,
     },
-    /// The old server has given this one up.
-    #[error("the running server continues to serve: this one did not take over in time")]
-    TooLate,
 }
 
 impl TakeoverError {

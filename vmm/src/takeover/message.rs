@@ -1,26 +1,20 @@
-//! Messages of a takeover: the greetings, bytes with descriptors, and the token.
+//! Messages of a takeover: bytes with descriptors.
 //!
 //! Invariant: a message that is too long is refused before memory is taken for it.
 
+use std::ffi::OsString;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, eventfd};
 use virtio_devices::vhost_user::{ClientState, Message};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use crate::socket::Socket;
 
-/// The greeting of a new server.
-pub(super) const GREETING: &[u8] = b"ringdisk takeover 4";
-/// The greeting of a new server of the version before, which takes all disks at once.
-pub(super) const GREETING_FOR_ALL: &[u8] = b"ringdisk takeover 3";
-/// The answer to a greeting of an unknown version.
-pub(super) const NOT_UNDERSTOOD: &str = "it does not understand what was asked";
 /// The bytes that come with a listening socket whose file is the server's.
 pub(super) const LISTENER: &[u8] = b"l";
 /// The bytes that come with one that a service manager created.
@@ -41,16 +35,6 @@ pub(super) fn socket_path(socket: &Path) -> PathBuf {
     let mut path = socket.as_os_str().to_owned();
     path.push(".takeover");
     path.into()
-}
-
-/// A request: the greeting and the absolute paths, with zero bytes between.
-pub(super) fn request(greeting: &[u8], sockets: &[PathBuf]) -> io::Result<Vec<u8>> {
-    let mut bytes = greeting.to_vec();
-    for path in sockets {
-        bytes.push(0);
-        bytes.extend(std::path::absolute(path)?.as_os_str().as_bytes());
-    }
-    Ok(bytes)
 }
 
 /// Sends bytes of a known length, with descriptors: the length, how many descriptors, each with a byte of its own, the
@@ -88,7 +72,7 @@ pub(super) fn receive(mut stream: &UnixStream) -> io::Result<(Vec<u8>, Vec<Owned
 }
 
 /// Receives a message that has exactly one descriptor.
-pub(super) fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
+fn receive_one(stream: &UnixStream) -> io::Result<OwnedFd> {
     let (_, fds) = receive(stream)?;
     let [fd] = <[OwnedFd; 1]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
     Ok(fd)
@@ -165,26 +149,38 @@ pub(super) fn receive_listener(connection: &UnixStream) -> io::Result<(UnixListe
     Ok((listener.into(), kind == MANAGERS_LISTENER))
 }
 
+/// Sends a control socket, or that there is none.
+pub(super) fn send_control(connection: &UnixStream, control: Option<&ControlSocket>) -> io::Result<()> {
+    match control {
+        Some(ControlSocket { path, listener, file }) => {
+            let path = path.as_os_str().as_bytes();
+            send(connection, path, &[listener.as_raw_fd(), file.as_raw_fd()])
+        }
+        None => send(connection, b"", &[]),
+    }
+}
+
+/// Receives what [`send_control`] sent.
+pub(super) fn receive_control(connection: &UnixStream) -> io::Result<Option<ControlSocket>> {
+    let (path, fds) = receive(connection)?;
+    if fds.is_empty() {
+        return Ok(None);
+    }
+    let [listener, file] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::ErrorKind::InvalidData)?;
+    Ok(Some(ControlSocket {
+        path: OsString::from_vec(path).into(),
+        listener: listener.into(),
+        file,
+    }))
+}
+
 /// A control socket that is handed over.
 #[derive(Debug)]
 pub struct ControlSocket {
+    /// Its absolute path.
+    pub path: PathBuf,
     /// The socket.
     pub listener: UnixListener,
     /// Its file, opened by name alone: it tells the new server whether this is the socket that it wants.
     pub file: OwnedFd,
-}
-
-/// Decides which of two servers may open the images: an eventfd that holds a 1, until one of them has read it.
-#[derive(Debug)]
-pub(super) struct Token(pub(super) OwnedFd);
-
-impl Token {
-    pub(super) fn new() -> io::Result<Self> {
-        Ok(Self(eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
-    }
-
-    /// Takes it; returns false if it was taken.
-    pub(super) fn take(&self) -> bool {
-        rustix::io::read(&self.0, &mut [0; 8]) == Ok(8)
-    }
 }

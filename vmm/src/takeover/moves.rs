@@ -1,4 +1,4 @@
-//! Disks that move from one server to another one at a time, over the connection of a takeover.
+//! Disks that move from one server to another, one at a time on each lane: a socket pair of the two.
 //!
 //! ```text
 //! giver ── 'd', its place in the request; its locks; its client ──▶ taker: opens the image, adopts the client
@@ -6,7 +6,7 @@
 //! giver ── 'e': there is nothing more ──▶ taker; or 'x' and why: it goes no further
 //! ```
 //!
-//! Disks are given back the same way, in the other direction.
+//! Disks are given back the same way, in the other direction, on the connection of the takeover.
 //!
 //! Invariants: the image of a disk is open with the taker only after 'd', and with the giver again only after 'n' or the end of
 //! the connection; its lock has an owner all the time.
@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use virtio_devices::vhost_user::ClientState;
 
-use super::message::{receive, receive_client, receive_locks, send, send_client, send_locks};
+use super::message::{SEND_MAX, receive, receive_client, receive_locks, send, send_client, send_locks};
 
 /// The longest wait for an answer: an image may need repair, or the host may be slow.
 const ANSWER_MAX: Duration = Duration::from_secs(20);
@@ -32,7 +32,7 @@ const NOT_TAKEN: u8 = b'n';
 const END: u8 = b'e';
 const NO_FURTHER: u8 = b'x';
 
-/// The connection of two servers between which disks move.
+/// A connection of two servers between which disks move.
 #[derive(Debug)]
 pub struct Moves(UnixStream);
 
@@ -72,6 +72,24 @@ pub enum Given {
 impl Moves {
     pub(super) fn new(connection: UnixStream) -> Self {
         Self(connection)
+    }
+
+    /// Returns a lane, and its other end.
+    ///
+    /// # Errors
+    ///
+    /// If the process has no descriptor left.
+    pub fn lane() -> io::Result<(Self, OwnedFd)> {
+        let (ours, theirs) = UnixStream::pair()?;
+        ours.set_write_timeout(Some(SEND_MAX))?;
+        Ok((Self(ours), theirs.into()))
+    }
+
+    /// Returns the other end of a lane.
+    pub(super) fn other_end(lane: OwnedFd) -> io::Result<Self> {
+        let lane = UnixStream::from(lane);
+        lane.set_write_timeout(Some(SEND_MAX))?;
+        Ok(Self(lane))
     }
 
     /// Gives a disk, and waits for what becomes of it.

@@ -234,7 +234,7 @@ impl Additions {
         let mut shared = self.server.lock();
         let shared = &mut *shared;
         let (_, served) = requests::find(&shared.devices, id)?;
-        if shared.is_ending() {
+        if shared.has_ended {
             return Err("the server is stopping".to_owned());
         }
         if served.device.info().flags().contains(Flags::SAFE_STOP_DEV) {

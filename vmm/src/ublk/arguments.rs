@@ -1,10 +1,13 @@
 //! The command line of `ringdisk ublk`.
 
+use std::time::Duration;
+
 use clap::{Args, Subcommand};
 use virtio_devices::ublk::abi::REGISTERED_BUFFERS_MAX;
 
 use crate::disk_config::keys_help;
 use crate::metrics::Address;
+use crate::takeover::{WITHIN, WITHIN_MAX};
 
 /// A subcommand of `ringdisk ublk`.
 #[derive(Debug, Subcommand)]
@@ -189,6 +192,14 @@ pub struct ServeArguments {
     pub detached: u8,
 }
 
+impl UpgradeArguments {
+    /// Returns the time that servers have to leave their devices.
+    #[must_use]
+    pub fn within(&self) -> Duration {
+        self.within.map_or(WITHIN, Duration::from_secs)
+    }
+}
+
 impl UblkCommand {
     /// Returns the serving options if this command serves devices.
     #[must_use]
@@ -275,6 +286,9 @@ pub struct UpgradeArguments {
     /// Take over all devices that have a server and a saved state
     #[arg(long, conflicts_with_all = ["devices", "server"])]
     pub all: bool,
+    /// Longest time in seconds in which a server may leave its devices; it ends then anyway, as if it were killed [default: 60]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=WITHIN_MAX.as_secs()))]
+    within: Option<u64>,
     /// Take over the devices of the server with this process ID (systemd: $MAINPID)
     #[arg(long, value_name = "PID", conflicts_with = "devices", value_parser = clap::value_parser!(u32).range(1..))]
     pub server: Option<u32>,

@@ -61,7 +61,7 @@ pub(super) fn bring_up(
     socket: &Path,
 ) -> Result<(Vec<u32>, Option<CommandFailure>), CommandFailure> {
     let mut shared = server.lock();
-    if shared.is_ending() {
+    if shared.has_ended {
         return Err(CommandFailure::Failed("the server is stopping".into()));
     }
     let about = |wanted: &Wanted, error| CommandFailure::about(wanted.disk.name(), error);

@@ -24,6 +24,7 @@ use super::{command_process, devices};
 use crate::disk_config::{DiskConfig, LIMIT_KEYS, OPENING_KEYS};
 use crate::error::CommandFailure;
 use crate::open;
+use crate::takeover::TakeoverArguments;
 
 /// Keys besides those of limits and of the opening that a device's users do not notice either, while it has no server.
 const UNNOTICED: [&str; 5] = [
@@ -41,10 +42,13 @@ const UNNOTICED: [&str; 5] = [
 /// A failure that names the line, or the device and its server, which continues.
 pub(super) fn begin(
     file: &DevicesFile,
-    takeover: bool,
+    takeover: &TakeoverArguments,
     groups: &mut Groups,
 ) -> Result<(Vec<Wanted>, Vec<Predecessor>), CommandFailure> {
-    let predecessors = if takeover { predecessors(file)? } else { Vec::new() };
+    let predecessors = match takeover.is_wanted() {
+        true => predecessors(file, takeover.from())?,
+        false => Vec::new(),
+    };
     let mut present = devices::waiting()?;
     present.extend(predecessors.iter().flat_map(Predecessor::devices));
     let (mut wanted, mut found) = (Vec::new(), Vec::new());
@@ -68,7 +72,7 @@ pub(super) fn begin(
     for device in missing.filter(|device| !found.contains(&device.disk.name())) {
         wanted.push(new(file, device, groups)?);
     }
-    if takeover {
+    if takeover.is_wanted() {
         for wanted in &wanted {
             open::rehearse(&wanted.disk).map_err(|error| CommandFailure::Failed(error.into()))?;
         }
@@ -76,9 +80,9 @@ pub(super) fn begin(
     Ok((wanted, predecessors))
 }
 
-/// The server that has the file's control socket or, without one, devices of the file.
-fn predecessors(file: &DevicesFile) -> Result<Vec<Predecessor>, CommandFailure> {
-    if let Some(control) = &file.arguments.control {
+/// The server that has the control socket `from`, or the file's or, without one, devices of the file.
+fn predecessors(file: &DevicesFile, from: Option<&Path>) -> Result<Vec<Predecessor>, CommandFailure> {
+    if let Some(control) = from.or(file.arguments.control.as_deref()) {
         return Ok(vec![upgrade::find_at(control)?]);
     }
     let is_served = |id: &u32| {

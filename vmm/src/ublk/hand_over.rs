@@ -1,18 +1,105 @@
 //! The old server's part of an upgrade: it hands over all of its devices and exits.
 //!
-//! Invariants: a request is refused while nothing has changed, or completed, which ends this process. Devices and their
-//! rings are left as they are, because only the exit of the process makes the driver release them; the images stay locked
-//! until then.
+//! Invariants: a request is refused while nothing has changed, or completed, which ends this process, in the time that was given for it.
+//! Devices and their rings are left as they are, because only the exit of the process makes the driver release them; the images stay
+//! locked until then.
 
-use std::path::Path;
+use std::convert::Infallible;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
-use serde_json::{Value, json};
-use virtio_devices::ublk::{Control, HandOverError, Recovery, UblkDevice, block_path};
+use serde_json::json;
+use virtio_devices::ublk::{HandOverError, Recovery, UblkDevice, block_path};
 
+use super::requests::UblkDesk;
+use super::served::Served;
+use crate::control::{Request, answer_with};
 use crate::error::{EXIT_OK, chain};
+use crate::parallel;
+use crate::takeover::Asked;
 
-/// The version of the hand-over protocol.
-pub(super) const VERSION: u32 = 1;
+/// The longest time that a new server may take to read the answer.
+const READ_MAX: Duration = Duration::from_secs(5);
+/// The shortest time that devices have to answer what they have.
+const DRAIN_MIN: Duration = Duration::from_millis(500);
+
+impl UblkDesk {
+    /// Hands all devices over, and ends the process.
+    ///
+    /// # Errors
+    ///
+    /// The reason for a refusal. Nothing was said or changed then.
+    pub(super) fn hand_devices_over(&self, connection: &UnixStream, request: Request) -> Result<(), String> {
+        let asked = Asked::understand(connection, request)?;
+        let mut shared = self.server.lock();
+        let shared = &mut *shared;
+        let served: Vec<&Served> = shared.devices.values().collect();
+        let devices: Vec<&UblkDevice> = served.iter().map(|served| &served.device).collect();
+        check(&devices, &asked)?;
+        // Without them the next server waits for the kernel to release the locks.
+        let mut locks = self.lock_set.descriptors().unwrap_or_else(|error| {
+            tracing::warn!(%error, "cannot pass the image locks to the new server");
+            Vec::new()
+        });
+        // No request of an operator works on an image that is closed for the next server.
+        served.iter().for_each(|served| served.disk.detach());
+        tracing::info!(event = "handing-over", ids = ?ids(&devices), "handing over");
+        let mut failures = Vec::new();
+        for (index, device) in devices.iter().enumerate() {
+            match device.retire(&mut shared.control) {
+                Err(error) if index == 0 => {
+                    served
+                        .iter()
+                        .for_each(|served| served.disk.attach(&served.opened));
+                    return Err(chain(&error));
+                }
+                // There is no way back for those before it. This one goes as if this process were killed.
+                Err(error) => failures.push(error),
+                Ok(()) => {}
+            }
+        }
+        let patience = asked.left().max(DRAIN_MIN);
+        let (done, closed) = mpsc::channel();
+        let close = || {
+            let Ok(closed) = parallel::each(devices, |device| {
+                Ok::<_, Infallible>(device.drain_and_close(patience))
+            });
+            let failed = closed.into_iter().filter_map(|(_, closed)| closed.err());
+            // Whoever waits does not for ever.
+            done.send(failed.collect()).unwrap_or_default();
+        };
+        thread::scope(|scope| {
+            let closing = thread::Builder::new().name("closing".to_owned());
+            if let Err(error) = closing.spawn_scoped(scope, close) {
+                tracing::error!(%error, "cannot close images");
+            }
+            let late: Result<Vec<HandOverError>, _> = closed.recv_timeout(patience + DRAIN_MIN);
+            let mut failures: Vec<String> = failures.iter().map(|error| chain(error)).collect();
+            match late {
+                Ok(errors) => failures.extend(errors.iter().map(|error| chain(error))),
+                Err(_) => failures.push(format!(
+                    "the host has not closed its images within {} s",
+                    patience.as_secs()
+                )),
+            }
+            for error in &failures {
+                tracing::error!(error, "not handed over cleanly");
+                // I/O may be under way: the next server waits for the kernel to release them.
+                locks.clear();
+            }
+            connection.set_write_timeout(Some(READ_MAX)).unwrap_or_default();
+            answer_with(connection, &json!({ "ok": true, "failures": failures }), &locks)
+                .unwrap_or_else(|error| tracing::warn!(%error, "the new server has not read the answer"));
+            // The socket would go with the server, which is not taken down.
+            std::fs::remove_file(&self.socket).unwrap_or_default();
+            tracing::info!(event = "handed-over", "handed over");
+            std::process::exit(EXIT_OK.into());
+        })
+    }
+}
 
 /// Returns the numbers of devices.
 fn ids(devices: &[&UblkDevice]) -> Vec<u32> {
@@ -24,13 +111,13 @@ fn ids(devices: &[&UblkDevice]) -> Vec<u32> {
 /// # Errors
 ///
 /// The reason.
-pub(super) fn check(devices: &[&UblkDevice], version: u32, asked: &[u32]) -> Result<(), String> {
-    if version != VERSION {
-        return Err(format!("it supports hand-over version {VERSION}, not {version}"));
-    }
+fn check(devices: &[&UblkDevice], asked: &Asked) -> Result<(), String> {
     let ids = ids(devices);
-    if ids != asked {
-        return Err(format!("it serves {}", names(&ids)));
+    if places(&ids) != asked.disks {
+        let names = names(&ids);
+        return Err(format!(
+            "it serves {names}, and hands over all of its devices or none"
+        ));
     }
     for device in devices {
         if let Some(why) = Recovery::obstacle(device.info().flags()) {
@@ -40,46 +127,15 @@ pub(super) fn check(devices: &[&UblkDevice], version: u32, asked: &[u32]) -> Res
     Ok(())
 }
 
-/// Leaves all devices: nothing more reaches their images when this returns, which are closed. The process must end then.
-///
-/// # Errors
-///
-/// The reason; nothing has changed.
-pub(super) fn leave(control: &mut Control, devices: &[&UblkDevice]) -> Result<Value, String> {
-    let ids = ids(devices);
-    tracing::info!(event = "handing-over", ?ids, "handing over");
-    let mut failures = Vec::new();
-    let mut note = |error: HandOverError| {
-        let message = chain(&error);
-        tracing::error!(error = %message, "not handed over cleanly");
-        failures.push(message);
-    };
-    for (index, device) in devices.iter().enumerate() {
-        match device.retire(control) {
-            Err(error) if index == 0 => return Err(chain(&error)),
-            // There is no way back for those before it. This one goes as if this process were killed.
-            Err(error) => note(error),
-            Ok(()) => {}
-        }
-    }
-    for device in devices {
-        if let Err(error) = device.drain_and_close() {
-            note(error);
-        }
-    }
-    Ok(json!({ "devices": ids, "failures": failures }))
+/// Devices, as a request names them.
+pub(super) fn places(ids: &[u32]) -> Vec<PathBuf> {
+    ids.iter()
+        .map(|&id| Path::new(&block_path(id)).to_owned())
+        .collect()
 }
 
 /// Devices, for people.
 pub(super) fn names(ids: &[u32]) -> String {
     let paths: Vec<String> = ids.iter().map(|&id| block_path(id)).collect();
     paths.join(" and ")
-}
-
-/// Ends the process, which has left its devices.
-pub(super) fn end(socket: &Path) {
-    // It would go with the server, which is not taken down.
-    std::fs::remove_file(socket).unwrap_or_default();
-    tracing::info!(event = "handed-over", "handed over");
-    std::process::exit(EXIT_OK.into());
 }

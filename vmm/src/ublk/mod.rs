@@ -16,6 +16,7 @@ pub(crate) mod file;
 mod groups;
 mod hand_over;
 mod in_use;
+mod io_timeout;
 mod or_recover;
 mod page_cache;
 mod priority;

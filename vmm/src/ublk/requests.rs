@@ -5,14 +5,17 @@
 //! on an image.
 
 use std::collections::BTreeMap;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 
+use block::lock::LockSet;
 use serde_json::{Value, json};
-use virtio_devices::ublk::{ResizeError, UblkDevice, block_path};
+use virtio_devices::ublk::{ResizeError, block_path};
 
+use super::additions;
 use super::served::{Event, Served, Server};
-use super::{additions, hand_over};
-use crate::control::Request;
+use crate::control::{HAND_OVER, Request};
 use crate::exchange::{self, Listed, ServedDisk};
 use crate::{config_file, image_folders};
 
@@ -21,6 +24,10 @@ pub(super) struct UblkDesk {
     pub(super) server: Server,
     /// For the main thread.
     pub(super) events: mpsc::Sender<Event>,
+    /// The locks of all images.
+    pub(super) lock_set: LockSet,
+    /// The control socket of its own.
+    pub(super) socket: PathBuf,
     /// `None`: its sandbox lets no device come or go.
     pub(super) additions: Option<additions::DisksThread>,
 }
@@ -54,8 +61,7 @@ impl exchange::Desk for UblkDesk {
         });
         Ok(json!({
             "devices": list.collect::<Vec<_>>(),
-            "hand_over": hand_over::VERSION,
-            "passes_locks": true,
+            "hand_over": HAND_OVER,
             "process": std::process::id(),
         }))
     }
@@ -105,29 +111,18 @@ impl exchange::Desk for UblkDesk {
 
     fn special(&self, request: Request) -> Result<Value, String> {
         let takes = || self.additions.as_ref().ok_or(image_folders::NO_FOLDER);
-        let (version, devices) = match request {
-            Request::HandOver { version, devices } => (version, devices),
+        match request {
             Request::DiskAdd { socket: Some(_), .. } => {
-                return Err("a block device has no socket; expected none".to_owned());
+                Err("a block device has no socket; expected none".to_owned())
             }
-            Request::DiskAdd { disk, socket: None } => return takes()?.add(disk),
-            Request::DiskRemove { id } => return takes()?.remove(id),
-            Request::Reload {} => return self.additions.as_ref().ok_or(config_file::NO_FILE)?.reload(),
-            request => return Err(exchange::refusal(Self::SERVER, &request)),
-        };
-        let mut shared = self.server.lock();
-        let shared = &mut *shared;
-        let served: Vec<&Served> = shared.devices.values().collect();
-        let own: Vec<&UblkDevice> = served.iter().map(|served| &served.device).collect();
-        hand_over::check(&own, version, &devices)?;
-        // No request of an operator works on an image that is closed for the next server.
-        served.iter().for_each(|served| served.disk.detach());
-        let left = hand_over::leave(&mut shared.control, &own).inspect_err(|_| {
-            served
-                .iter()
-                .for_each(|served| served.disk.attach(&served.opened));
-        })?;
-        shared.handed_over = true;
-        Ok(left)
+            Request::DiskAdd { disk, socket: None } => takes()?.add(disk),
+            Request::DiskRemove { id } => takes()?.remove(id),
+            Request::Reload {} => self.additions.as_ref().ok_or(config_file::NO_FILE)?.reload(),
+            request => Err(exchange::refusal(Self::SERVER, &request)),
+        }
+    }
+
+    fn hand_over(&self, connection: &UnixStream, request: Request) -> Result<(), String> {
+        self.hand_devices_over(connection, request)
     }
 }

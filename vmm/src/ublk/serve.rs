@@ -6,6 +6,7 @@
 
 use std::io::Write;
 use std::sync::{Arc, OnceLock, mpsc};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use virtio_devices::ublk::{QueueEvent, block_path};
@@ -19,7 +20,7 @@ use super::reload::Followed;
 use super::served::{Event, Server, ServerState, close};
 use super::upgrade::{self, Predecessor};
 use super::wanted::{self, NewDevices, Wanted};
-use super::{command_process, configured, devices, hand_over, requests, sandbox, served, state};
+use super::{command_process, configured, devices, io_timeout, requests, sandbox, served, state};
 use crate::control::{Control as ControlSocket, Server as ControlServer};
 use crate::error::{CommandFailure, EXIT_OK};
 use crate::exchange;
@@ -30,6 +31,7 @@ use crate::open;
 use crate::parallel;
 use crate::pid_file::PidFile;
 use crate::socket::Socket;
+use crate::takeover::{TakeoverArguments, WITHIN};
 use crate::{background, limits, sd_notify};
 
 /// The devices that descriptors are prepared for where others may be added.
@@ -50,6 +52,7 @@ pub(super) fn add(arguments: &AddArguments) -> Result<u8, CommandFailure> {
     serve(Begin {
         wanted,
         predecessors: Vec::new(),
+        within: WITHIN,
         arguments: &arguments.serve,
         new,
         groups,
@@ -85,6 +88,7 @@ pub(super) fn recover(arguments: &RecoverArguments) -> Result<u8, CommandFailure
     serve(Begin {
         wanted,
         predecessors: Vec::new(),
+        within: WITHIN,
         arguments: &arguments.serve,
         new: NewDevices::default(),
         groups,
@@ -122,6 +126,7 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
     serve(Begin {
         wanted,
         predecessors,
+        within: arguments.within(),
         arguments: &arguments.serve,
         new: NewDevices::default(),
         groups,
@@ -130,10 +135,10 @@ pub(super) fn upgrade(arguments: &UpgradeArguments) -> Result<u8, CommandFailure
 }
 
 /// How a server of a configuration file starts.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Start {
     /// It takes over from the server of the file.
-    pub(crate) takeover: bool,
+    pub(crate) takeover: TakeoverArguments,
     /// It is to go on in the background.
     pub(crate) daemonize: bool,
     /// As [`ServeArguments::detached`].
@@ -148,13 +153,14 @@ pub(crate) struct Start {
 pub(crate) fn follow(mut file: DevicesFile, start: Start) -> Result<u8, CommandFailure> {
     let mut groups = Groups::parse(&file.arguments.rate_limit_group)?;
     file.arguments.detached = start.detached;
-    let (wanted, predecessors) = configured::begin(&file, start.takeover, &mut groups)?;
+    let (wanted, predecessors) = configured::begin(&file, &start.takeover, &mut groups)?;
     if start.daemonize {
         return background::start();
     }
     serve(Begin {
         wanted,
         predecessors,
+        within: start.takeover.within(),
         arguments: &file.arguments.clone(),
         new: NewDevices::default(),
         groups,
@@ -167,6 +173,8 @@ struct Begin<'a> {
     wanted: Vec<Wanted>,
     /// The servers that some of it is taken over from.
     predecessors: Vec<Predecessor>,
+    /// The time that they have to leave it.
+    within: Duration,
     arguments: &'a ServeArguments,
     /// The properties of devices that are added later.
     new: NewDevices,
@@ -180,6 +188,7 @@ fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
     let Begin {
         mut wanted,
         predecessors,
+        within,
         arguments,
         new,
         groups,
@@ -225,14 +234,9 @@ fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
     }
     state::sweep(&state::folder());
     let socket = state::socket(std::process::id());
-    let (shared, own, answered) = (Arc::clone(&server), socket.clone(), sender.clone());
-    let after_answer = move || {
-        if shared.lock().handed_over {
-            hand_over::end(&own);
-        }
-        // If nobody listens any more, the process is ending.
-        answered.send(Event::Answered).unwrap_or_default();
-    };
+    let answered = sender.clone();
+    // If nobody listens any more, the process is ending.
+    let after_answer = move || answered.send(Event::Answered).unwrap_or_default();
     // Who connects before the devices are there is answered then.
     let listening = Socket::listen(&socket).map_err(|error| CommandFailure::Failed(error.into()))?;
     // One that a server has which is about to be taken over is free when that has ended.
@@ -252,8 +256,8 @@ fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
         manager.main(std::process::id());
         pid_file.iter_mut().for_each(PidFile::write);
     }
-    let taken =
-        upgrade::take(predecessors).inspect_err(|_| before.iter().for_each(|&pid| manager.main(pid)))?;
+    let taken = upgrade::take(predecessors, within)
+        .inspect_err(|_| before.iter().for_each(|&pid| manager.main(pid)))?;
     wanted.retain(|disk| disk.recover.is_none_or(|id| !taken.was_refused(id)));
 
     // What is wrong with an image shows before the first device is there.
@@ -271,7 +275,7 @@ fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
         Err(failure) => (Some(orphaned(failure)), None),
     };
     first_failure = taken.end().or(first_failure);
-    server.lock().devices.keys().copied().for_each(upgrade::mend);
+    server.lock().devices.keys().copied().for_each(io_timeout::mend);
     if chosen.is_none()
         && let Some(path) = &arguments.control
     {
@@ -314,11 +318,12 @@ fn serve(begin: Begin<'_>) -> Result<u8, CommandFailure> {
     let desk = Arc::new(requests::UblkDesk {
         server: Arc::clone(&server),
         events: sender,
+        lock_set,
+        socket,
         additions,
     });
     let asked = ControlServer {
         after_answer: Arc::new(after_answer),
-        locks: Arc::new(move || lock_set.descriptors()),
         ..exchange::server(&desk)
     };
     let _chosen = chosen.map(|socket| {
@@ -356,9 +361,6 @@ fn wait(server: &Server, events: &mpsc::Receiver<Event>, others_may_come: bool) 
     let mut first_failure = None;
     while let Ok(event) = events.recv() {
         let mut shared = server.lock();
-        if shared.handed_over {
-            continue;
-        }
         match event {
             Event::Stop(signal) => {
                 tracing::info!(event = "stopping", signal, "stopping");

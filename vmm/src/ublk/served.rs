@@ -35,9 +35,7 @@ pub(super) struct ServerState {
     pub(super) devices: BTreeMap<u32, Served>,
     /// The images of detached devices, held until this process exits.
     pub(super) left: Vec<OpenedDisk>,
-    /// They are another server's now, and this process is about to end.
-    pub(super) handed_over: bool,
-    /// They are being closed.
+    /// They are being closed, and none may come any more.
     pub(super) has_ended: bool,
 }
 
@@ -48,14 +46,8 @@ impl ServerState {
             control,
             devices: BTreeMap::new(),
             left: Vec::new(),
-            handed_over: false,
             has_ended: false,
         }
-    }
-
-    /// Returns true if no device may come any more.
-    pub(super) fn is_ending(&self) -> bool {
-        self.handed_over || self.has_ended
     }
 
     /// Lets go of a device: it stays as it is until the end of this process, which the driver takes for its server's death. So

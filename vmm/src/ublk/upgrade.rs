@@ -7,7 +7,7 @@
 //! any other exit the new server waits for the lock, which the kernel releases after the last I/O.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::convert::Infallible;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -17,27 +17,24 @@ use block::lock::LockSet;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
+use virtio_devices::connect::{Cancel, connect_within};
 use virtio_devices::ublk::abi::{DeviceState, Flags};
 use virtio_devices::ublk::{Recovery, block_path};
 
-use super::hand_over::{VERSION, names};
+use super::hand_over::{names, places};
+use super::io_timeout::ShortTimeouts;
 use super::state::SavedDevice;
 use super::{command_process, devices, process};
-use crate::control::{AskError, Request, ask_for_locks, ask_within};
+use crate::control::{AskError, HAND_OVER, Request, ask_for_disks, ask_within};
 use crate::error::CommandFailure;
+use crate::parallel;
 
 /// The longest time that a server may take to list its devices.
 const PROMPT: Duration = Duration::from_secs(10);
-/// The longest time that it may take to hand over: its disks may answer late, and closing them writes.
-const PATIENT: Duration = Duration::from_secs(120);
+/// The time that its answer may take beyond that of the hand-over.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
 /// The longest time that its process may take to exit after that.
 const END: Duration = Duration::from_secs(30);
-/// The I/O timeout (`queue/io_timeout`) during an upgrade for drivers before Linux 6.16 (without QUIESCE), in milliseconds. If the
-/// server has every request of a queue when it exits, such a driver notices only by this timeout: on any host, I/O would stop
-/// for the 30 s of the kernel's default. It has no effect while the server lives.
-const LOOK_MS: u32 = 100;
-/// The kernel's default I/O timeout, in milliseconds.
-const DEFAULT_MS: &str = "30000";
 
 fn failed(message: String) -> CommandFailure {
     CommandFailure::Failed(message.into())
@@ -50,8 +47,6 @@ pub(super) struct Predecessor {
     socket: PathBuf,
     /// In order, with the driver's flags.
     devices: BTreeMap<u32, Flags>,
-    /// True if it can pass its image locks.
-    passes_locks: bool,
 }
 
 impl Predecessor {
@@ -105,7 +100,6 @@ pub(super) fn find(ids: &[u32], everything: bool) -> Result<Vec<Predecessor>, Co
             pid,
             socket: remembered.control,
             devices: BTreeMap::new(),
-            passes_locks: false,
         });
         server.devices.insert(id, info.flags());
     }
@@ -131,7 +125,7 @@ pub(super) fn find_at(control: &Path) -> Result<Predecessor, CommandFailure> {
         }
     };
     let number = |value: &Value| u32::try_from(value.as_u64()?).ok();
-    let pid = number(&answer["process"]).filter(|_| answer["hand_over"].is_u64());
+    let pid = number(&answer["process"]).filter(|_| answer["devices"].is_array());
     let pid = pid.ok_or_else(|| {
         failed(format!(
             "{about} is the socket of no server of block devices that can be taken over; expected one of `ringdisk serve` or `ublk`"
@@ -143,11 +137,10 @@ pub(super) fn find_at(control: &Path) -> Result<Predecessor, CommandFailure> {
     match (found.pop(), found.is_empty()) {
         (Some(server), true) if server.pid == pid => Ok(server),
         // A server without devices has been looked at already.
-        (None, _) if answer["hand_over"] == VERSION => Ok(Predecessor {
+        (None, _) if answer["hand_over"] == HAND_OVER => Ok(Predecessor {
             pid,
             socket: control.to_owned(),
             devices: BTreeMap::new(),
-            passes_locks: answer["passes_locks"] == true,
         }),
         _ => Err(failed(format!(
             "process {pid}, which answers at {about}, has another version of the hand-over protocol, or devices of others"
@@ -167,12 +160,11 @@ fn look(server: &mut Predecessor) -> Result<(), CommandFailure> {
         }
         Err(AskError::Refused(why)) => return Err(failed(format!("{about} refuses: {why}"))),
     };
-    if answer["hand_over"] != VERSION {
+    if answer["hand_over"] != HAND_OVER {
         return Err(failed(format!(
             "{about} has another version of the hand-over protocol; use `kill -9 {pid}`, then `ringdisk ublk recover`"
         )));
     }
-    server.passes_locks = answer["passes_locks"] == true;
     let others: Vec<u32> = answer["devices"]
         .as_array()
         .into_iter()
@@ -195,19 +187,19 @@ pub(super) struct Taken {
     began: Instant,
     ours: Vec<u32>,
     refused: Vec<u32>,
-    timeouts: Vec<Timeout>,
+    timeouts: Vec<ShortTimeouts>,
     /// Has the locks of those that have left cleanly.
     pub(super) lock_set: LockSet,
     /// The first refusal, if others have left.
     failure: Option<CommandFailure>,
 }
 
-/// Has servers leave, one after the other, and waits for their ends.
+/// Has servers leave within some time, all at once, and waits for their ends.
 ///
 /// # Errors
 ///
 /// If none of them leaves.
-pub(super) fn take(servers: Vec<Predecessor>) -> Result<Taken, CommandFailure> {
+pub(super) fn take(servers: Vec<Predecessor>, within: Duration) -> Result<Taken, CommandFailure> {
     let mut taken = Taken {
         began: Instant::now(),
         ours: Vec::new(),
@@ -217,9 +209,11 @@ pub(super) fn take(servers: Vec<Predecessor>) -> Result<Taken, CommandFailure> {
         failure: None,
     };
     let mut locks = Vec::new();
-    for server in servers {
+    let Ok(replaced) = parallel::each(servers, |server| Ok::<_, Infallible>(replace(server, within)));
+    for (server, (replaced, timeouts)) in replaced {
         let ids = server.devices();
-        match replace(&server, &mut taken.timeouts) {
+        taken.timeouts.extend(timeouts);
+        match replaced {
             Ok(passed) => {
                 taken.ours.extend(ids);
                 locks.extend(passed);
@@ -275,8 +269,23 @@ impl Taken {
     }
 }
 
-/// Has one server leave, and waits for its end. Returns the locks of its images, if they can be opened at once.
-fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<OwnedFd>, CommandFailure> {
+/// Has one server leave, and waits for its end. Returns the locks of its images, if they can be opened at once; and the timeouts of its
+/// devices, which are short meanwhile.
+fn replace(
+    server: &Predecessor,
+    within: Duration,
+) -> (Result<Vec<OwnedFd>, CommandFailure>, Option<ShortTimeouts>) {
+    let mut timeouts = None;
+    let replaced = replace_with(server, within, &mut timeouts);
+    (replaced, timeouts)
+}
+
+/// As [`replace`].
+fn replace_with(
+    server: &Predecessor,
+    within: Duration,
+    timeouts: &mut Option<ShortTimeouts>,
+) -> Result<Vec<OwnedFd>, CommandFailure> {
     let (pid, ids) = (server.pid, server.devices());
     let about = format!("process {pid}, which serves {},", names(&ids));
     let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
@@ -296,22 +305,24 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
         .devices
         .iter()
         .filter(|(_, flags)| !flags.contains(Flags::QUIESCE));
-    timeouts.extend(hurried.filter_map(|(&id, _)| Timeout::shorten(id)));
-    let mut locks = Vec::new();
-    if server.passes_locks {
-        // Without them they are waited for.
-        locks = ask_for_locks(&server.socket, PROMPT).unwrap_or_else(|error| {
-            tracing::warn!(pid, ?error, "the old server does not pass its image locks");
-            Vec::new()
-        });
-    }
+    let hurried: Vec<u32> = hurried.map(|(&id, _)| id).collect();
+    *timeouts = Some(ShortTimeouts::of(&hurried));
     let request = Request::HandOver {
-        version: VERSION,
-        devices: ids,
+        version: HAND_OVER,
+        disks: places(&ids),
+        seconds: within.as_secs(),
+        partly: false,
     };
-    match ask_within(&server.socket, &request, Some(PATIENT)) {
-        Ok(answer) => {
-            for failure in answer["failures"].as_array().into_iter().flatten() {
+    let connected = connect_within(&server.socket, PROMPT, &Cancel::never());
+    let answer = match connected {
+        Ok(connection) => ask_for_disks(&connection, &request, within + ANSWER_MAX),
+        Err(error) => Err(AskError::Unanswered(error)),
+    };
+    let mut locks = Vec::new();
+    match answer {
+        Ok(handed) => {
+            locks = handed.locks;
+            for failure in handed.answer["failures"].as_array().into_iter().flatten() {
                 let failure = failure.as_str().unwrap_or_default();
                 tracing::warn!(pid, failure, "the old server did not close an image cleanly");
                 // Its I/O may be under way.
@@ -324,14 +335,13 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
             )));
         }
         Err(AskError::Unanswered(error)) if error.kind() == io::ErrorKind::TimedOut => {
-            let seconds = PATIENT.as_secs();
+            let seconds = within.as_secs();
             return Err(failed(format!(
                 "{about} has not handed over within {seconds} s; after it has exited, run `ringdisk ublk recover`"
             )));
         }
         // It ends without a word: that is a kill.
         Err(AskError::Unanswered(error)) => {
-            locks.clear();
             tracing::warn!(pid, %error, "the old server says nothing");
         }
     }
@@ -345,51 +355,5 @@ fn replace(server: &Predecessor, timeouts: &mut Vec<Timeout>) -> Result<Vec<Owne
         _ => Err(failed(format!(
             "{about} has released its devices but does not exit; after it has, run `ringdisk ublk recover`"
         ))),
-    }
-}
-
-fn timeout_path(id: u32) -> PathBuf {
-    PathBuf::from(format!("/sys/block/ublkb{id}/queue/io_timeout"))
-}
-
-/// The time a device's requests may take, made shorter until this is dropped.
-#[derive(Debug)]
-struct Timeout {
-    path: PathBuf,
-    before: String,
-}
-
-impl Timeout {
-    fn shorten(id: u32) -> Option<Self> {
-        let path = timeout_path(id);
-        let mut before = fs::read_to_string(&path).ok()?;
-        if is_short(&before) {
-            DEFAULT_MS.clone_into(&mut before);
-        }
-        fs::write(&path, LOOK_MS.to_string()).ok()?;
-        Some(Self { path, before })
-    }
-}
-
-impl Drop for Timeout {
-    fn drop(&mut self) {
-        if let Err(error) = fs::write(&self.path, self.before.trim()) {
-            tracing::warn!(path = %self.path.display(), %error, "cannot restore the I/O timeout");
-        }
-    }
-}
-
-/// Returns true if this is the timeout of an upgrade; one that was killed, if none is running.
-fn is_short(text: &str) -> bool {
-    text.trim().parse() == Ok(LOOK_MS)
-}
-
-/// Sets back what an upgrade that was killed has left of a device that is served again.
-pub(super) fn mend(id: u32) {
-    let path = timeout_path(id);
-    if fs::read_to_string(&path).is_ok_and(|text| is_short(&text))
-        && let Err(error) = fs::write(&path, DEFAULT_MS)
-    {
-        tracing::warn!(path = %path.display(), %error, "cannot restore the I/O timeout");
     }
 }

@@ -1,7 +1,7 @@
 //! The command line of `ringdisk vhost-user`.
 
 use std::os::fd::RawFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
@@ -12,6 +12,7 @@ use super::workers::SharedWorkers;
 use crate::disk_config::{RateLimitGroups, table_cache_bytes};
 use crate::error::CommandFailure;
 use crate::socket::{self, Access};
+use crate::takeover::TakeoverArguments;
 use crate::{background, cli, metrics};
 
 #[derive(Args, Debug)]
@@ -61,12 +62,8 @@ pub(crate) struct VhostUserArguments {
     /// cost nothing extra.
     #[arg(long)]
     restartable: bool,
-    /// Take over from the server that serves exactly these sockets
-    ///
-    /// That server closes its images, hands over its sockets and its clients' connections, and exits. If the new server
-    /// cannot take over, the old one continues.
-    #[arg(long)]
-    takeover: bool,
+    #[command(flatten)]
+    takeover: TakeoverArguments,
     /// Expect guests that migrate from another server of the same images
     ///
     /// Each image is opened when its guest begins to run here, and the other server has released it. Until then only its size and
@@ -129,7 +126,8 @@ impl VhostUserArguments {
         }
         let options = Options {
             restartable: self.restartable,
-            takeover: self.takeover,
+            takeover: self.takeover.is_wanted(),
+            takeover_within: self.takeover.within(),
             incoming: self.incoming,
             watchdog: self.watchdog.map(|seconds| Duration::from_secs(seconds.into())),
             sandbox: self.sandbox == "on",
@@ -151,6 +149,7 @@ impl VhostUserArguments {
             disks: Disks { served, groups },
             places: Places {
                 control: self.control.clone(),
+                takeover_from: self.takeover.from().map(Path::to_owned),
                 metrics: self.metrics.clone(),
                 pid_file: self.pidfile.clone(),
                 images: self.images.clone(),

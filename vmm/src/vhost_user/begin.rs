@@ -9,9 +9,9 @@ use std::sync::Arc;
 use block::lock::LockSet;
 use virtio_devices::vhost_user::StopToken;
 
-use super::desk::ControlPlace;
+use super::desk::Door;
 use super::file::ConfigFile;
-use super::hand_over::{accept, adopt_sockets, open_takeover_socket};
+use super::hand_over::{adopt_sockets, open_takeover_socket};
 use super::image::Found;
 use super::moves::take_in_all;
 use super::orders::Orders;
@@ -25,7 +25,7 @@ use crate::error::{CommandFailure, chain};
 use crate::metrics::Address;
 use crate::pid_file::PidFile;
 use crate::socket::{Socket, SocketError, folder_of};
-use crate::takeover::{self, Offer, TakeoverSocket};
+use crate::takeover::{Offer, Wish};
 use crate::ublk::claim;
 use crate::{config_file, open, parallel, sandbox};
 
@@ -41,8 +41,8 @@ pub(super) struct Entrance {
     pub(super) offer: Option<Offer>,
     /// By disk, in the order in which they were asked for.
     pub(super) sockets: Vec<Socket>,
-    pub(super) takeover_socket: Option<TakeoverSocket>,
-    pub(super) control: Option<ControlPlace>,
+    pub(super) takeover_socket: Option<Door>,
+    pub(super) control: Option<Door>,
 }
 
 impl Entrance {
@@ -65,31 +65,32 @@ impl Entrance {
                 open::rehearse(config).map_err(failed)?;
             }
             let paths = paths(listening)?;
-            let offered = takeover::take_over(&paths, control).map_err(failed)?;
-            let offered = offer.insert(offered);
-            offered.begin().map_err(failed)?;
-            adopt_sockets(&paths, offered)
+            let wish = Wish {
+                from: places.takeover_from.as_deref(),
+                sockets: &paths,
+                control,
+                within: options.takeover_within,
+            };
+            adopt_sockets(&paths, offer.insert(wish.ask().map_err(failed)?))
         } else {
             let listened = listening.iter().map(|place| listen(place, options.access));
             listened.collect()
         };
         let sockets: Vec<Socket> = sockets.map_err(failed)?;
         let paths: Vec<PathBuf> = sockets.iter().map(|socket| socket.path().to_owned()).collect();
-        let takeover_socket = match &offer {
-            Some(offer) => {
-                let listener = offer.takeover_socket.try_clone().map_err(not_started)?;
-                TakeoverSocket::adopt(listener, &offer.takeover_path, &paths).ok()
-            }
-            // Where disks come and go, none of them gives it its name.
-            None => open_takeover_socket(control.filter(|_| !places.images.is_empty()), &paths),
+        let (own, chosen) = match &mut offer {
+            Some(offer) => (offer.takeover_socket.take(), offer.control.take()),
+            None => (None, None),
         };
-        let control = control.map(|path| ControlPlace::take(path, offer.as_mut()));
-        let control = control.transpose().map_err(failed)?;
+        // Where disks come and go, none of them gives it its name.
+        let named_after = control.filter(|_| !places.images.is_empty());
+        let takeover_socket = open_takeover_socket(named_after, &paths, own);
+        let control = control.map(|path| Door::take(path, chosen)).transpose();
         Ok(Self {
             offer,
             sockets,
             takeover_socket,
-            control,
+            control: control.map_err(failed)?,
         })
     }
 }
@@ -134,13 +135,13 @@ pub(super) fn find_all(
 pub(super) fn confine_files(
     found: &FoundDisks,
     places: &Places,
-    control: Option<&ControlPlace>,
+    doors: &[&Door],
     file: Option<&ConfigFile>,
 ) -> Result<(), CommandFailure> {
     let mut allowed = allowed(found);
     let removable_in = &mut allowed.removable_in;
     removable_in.extend(places.metrics.as_ref().and_then(Address::folder));
-    removable_in.extend(control.map(|control| folder_of(control.path())));
+    removable_in.extend(doors.iter().map(|door| folder_of(door.path())));
     removable_in.extend(places.pid_file.as_deref().map(folder_of));
     allowed.open.extend(places.images.iter().cloned());
     if !places.images.is_empty() {
@@ -155,63 +156,48 @@ pub(super) fn confine_files(
     sandbox::restrict_files(&allowed).map_err(failed)
 }
 
-/// A takeover that is through: all disks of the old server are here.
-pub(super) struct TakenOver {
-    /// The thread that serves them already, if they came one by one.
-    pub(super) ahead: Option<Ahead>,
-}
-
-/// Takes over the disks of an old server: those `coming` one by one, or, without any, those of the roster at once. Returns nothing if
-/// a stop comes first.
+/// Takes over the disks of an old server, which are `coming`. Returns the thread that serves them already, or nothing if a stop comes
+/// first.
 ///
 /// # Errors
 ///
-/// The failure. As after a stop, the old server has all disks as they were when the offer is dropped.
+/// The failure. As after a stop, the old server has all disks as they were.
 pub(super) fn take_over(
-    offer: &mut Offer,
+    offer: &Offer,
     roster: &Arc<Roster>,
     orders: &Orders,
-    coming: Option<Coming>,
+    coming: Coming,
     takes_control: bool,
     stop: &StopToken,
-    mut pid_file: Option<&mut PidFile>,
-) -> Result<Option<TakenOver>, CommandFailure> {
+    pid_file: Option<&mut PidFile>,
+) -> Result<Option<Ahead>, CommandFailure> {
+    if stop.is_stopped() {
+        return Ok(None);
+    }
     let manager = &roster.setup.manager;
-    // Before the old one ends, so that its end is not taken for that of the service.
-    let mut tell = || {
-        manager.main(std::process::id());
-        pid_file.iter_mut().for_each(|file| file.write());
-    };
-    let mut ahead = None;
-    let accepted = if stop.is_stopped() {
-        Ok(false)
-    } else if let Some(coming) = coming {
-        // Serves what has come while the rest comes.
-        ahead = Some(serve_ahead(roster, orders, roster.setup.options).map_err(not_started)?);
-        take_in_all(roster, offer, coming).map(|()| {
-            tell();
+    // Serves what has come while the rest comes.
+    let ahead = serve_ahead(roster, orders, roster.setup.options).map_err(not_started)?;
+    match take_in_all(roster, offer, coming) {
+        Ok(()) => {
+            // Before the old one ends, so that its end is not taken for that of the service.
+            manager.main(std::process::id());
+            pid_file.into_iter().for_each(PidFile::write);
             offer
                 .finish(takes_control)
                 .unwrap_or_else(|error| tracing::warn!(error = chain(&error), "the old server has gone"));
-            true
-        })
-    } else {
-        tell();
-        accept(offer, &roster.served(), takes_control).map(|()| true)
-    };
-    if matches!(accepted, Ok(true)) {
-        return Ok(Some(TakenOver { ahead }));
+            Ok(Some(ahead))
+        }
+        Err(failure) => {
+            offer.pid().iter().for_each(|&pid| manager.main(pid));
+            stop.stop();
+            joined(ahead).unwrap_or_default();
+            // What could not be given back is served nowhere else.
+            for disk in roster.end().0 {
+                close(&disk).unwrap_or_default();
+            }
+            Err(failure)
+        }
     }
-    offer.pid().iter().for_each(|&pid| manager.main(pid));
-    if let Some(ahead) = ahead {
-        stop.stop();
-        joined(ahead).unwrap_or_default();
-    }
-    // As they were found; the old server wants them back, and has them when the offer is dropped.
-    for disk in roster.end().0 {
-        close(&disk).unwrap_or_default();
-    }
-    accepted.map(|_| None)
 }
 
 /// Takes ownership of the sockets' files.
@@ -221,7 +207,7 @@ pub(super) fn take_over(
 /// If one is gone, unless the disks `were_taken_over`.
 pub(super) fn keep_sockets(
     roster: &Roster,
-    control: Option<&ControlPlace>,
+    doors: &[&Door],
     were_taken_over: bool,
 ) -> Result<(), CommandFailure> {
     let keep = |kept: Result<(), SocketError>| match kept {
@@ -236,5 +222,5 @@ pub(super) fn keep_sockets(
         .served()
         .iter()
         .try_for_each(|disk| keep(disk.socket.keep()))?;
-    control.iter().try_for_each(|control| keep(control.keep()))
+    doors.iter().try_for_each(|door| keep(door.keep()))
 }

@@ -1,36 +1,31 @@
-//! The control socket of a vhost-user server: its requests, and how it changes hands in a takeover.
+//! The control sockets of a vhost-user server: their requests, and how they change hands in a takeover.
 //!
-//! Invariant: the socket's file is the old server's until nothing of a takeover can fail any more.
+//! There is the takeover socket, beside the first socket of a disk, and the control socket of `--control`. Both answer alike.
+//!
+//! Invariant: a socket's file is the old server's until nothing of a takeover can fail any more.
 
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde_json::{Value, json};
 use virtio_devices::vhost_user::StopToken;
 
 use super::orders::Orders;
 use super::roster::Roster;
-use crate::control::{Control, Request, Server};
+use crate::control::{Control, HAND_OVER, Request};
 use crate::exchange::{self, Desk, Listed, ServedDisk};
 use crate::socket::{Socket, SocketError, is_file_of};
-use crate::takeover::{ControlSocket, Offer};
+use crate::takeover::ControlSocket;
 
-/// The server, as its control socket sees it.
+/// The server, as its control sockets see it.
 pub(super) struct VhostUserDesk {
-    roster: Arc<Roster>,
-    orders: Orders,
-    stop: StopToken,
-}
-
-impl VhostUserDesk {
-    pub(super) fn new(roster: &Arc<Roster>, orders: &Orders, stop: &StopToken) -> Arc<Self> {
-        Arc::new(Self {
-            roster: Arc::clone(roster),
-            orders: orders.clone(),
-            stop: stop.clone(),
-        })
-    }
+    pub(super) roster: Arc<Roster>,
+    pub(super) orders: Orders,
+    pub(super) stop: StopToken,
+    pub(super) doors: Arc<Doors>,
 }
 
 impl Desk for VhostUserDesk {
@@ -45,6 +40,7 @@ impl Desk for VhostUserDesk {
         let mut info = exchange::list(&self.disks()?);
         info["state"] = state.into();
         info["process"] = std::process::id().into();
+        info["hand_over"] = HAND_OVER.into();
         Ok(info)
     }
 
@@ -90,6 +86,10 @@ impl Desk for VhostUserDesk {
         }
     }
 
+    fn hand_over(&self, connection: &UnixStream, request: Request) -> Result<(), String> {
+        self.hand_disks_over(connection, request)
+    }
+
     fn stop(&self) {
         tracing::info!(event = "stopping", "stopping, as the control socket was asked to");
         self.stop.stop();
@@ -98,7 +98,7 @@ impl Desk for VhostUserDesk {
 
 /// A control socket before it is served.
 #[derive(Debug)]
-pub(super) struct ControlPlace {
+pub(super) struct Door {
     socket: Socket,
     /// The socket's file, for the next server.
     file: OwnedFd,
@@ -106,15 +106,14 @@ pub(super) struct ControlPlace {
     pub(super) is_adopted: bool,
 }
 
-impl ControlPlace {
+impl Door {
     /// Creates the socket at `path`, or continues with the one of an old server that is there.
     ///
     /// # Errors
     ///
     /// [`SocketError`], naming the path.
-    pub(super) fn take(path: &Path, offer: Option<&mut Offer>) -> Result<Self, SocketError> {
-        let offered =
-            offer.and_then(|offer| offer.control.take_if(|control| is_file_of(&control.file, path)));
+    pub(super) fn take(path: &Path, offered: Option<ControlSocket>) -> Result<Self, SocketError> {
+        let offered = offered.filter(|control| is_file_of(&control.file, path));
         let is_adopted = offered.is_some();
         let socket = match offered {
             Some(ControlSocket { listener, .. }) => Socket::adopt(listener, path, false)?,
@@ -145,47 +144,80 @@ impl ControlPlace {
     /// # Errors
     ///
     /// [`SocketError`], naming the path.
-    pub(super) fn serve(self, desk: &Arc<VhostUserDesk>) -> Result<ServedControl, SocketError> {
-        let refusal = exchange::refusal(VhostUserDesk::SERVER, &Request::PassLocks {});
-        let server = Server {
-            locks: Arc::new(move || Err(std::io::Error::other(refusal.clone()))),
-            ..exchange::server(desk)
-        };
-        Ok(ServedControl {
-            control: Control::serve_on(self.socket, &server)?,
+    pub(super) fn serve(self, desk: &Arc<VhostUserDesk>) -> Result<OpenDoor, SocketError> {
+        Ok(OpenDoor {
+            control: Control::serve_on(self.socket, &exchange::server(desk))?,
             file: self.file,
         })
     }
 }
 
-/// The control socket while it is served.
+/// A control socket while it is served.
 #[derive(Debug)]
-pub(super) struct ServedControl {
+pub(super) struct OpenDoor {
     control: Control,
     file: OwnedFd,
 }
 
-impl ServedControl {
-    /// Lets no client in until [`ServedControl::resume`], and returns the socket for a new server.
-    ///
-    /// # Errors
-    ///
-    /// If the process has no descriptor left.
-    pub(super) fn pause(&self) -> std::io::Result<ControlSocket> {
+impl OpenDoor {
+    /// Lets no client in until [`OpenDoor::resume`], and returns the socket for a new server.
+    fn pause(&self) -> std::io::Result<ControlSocket> {
         self.control.pause();
+        let socket = self.control.socket();
         Ok(ControlSocket {
-            listener: self.control.socket().listener().try_clone()?,
+            path: socket.absolute().to_owned(),
+            listener: socket.listener().try_clone()?,
             file: self.file.try_clone()?,
         })
     }
 
     /// The takeover has failed: clients are let in again.
-    pub(super) fn resume(&self) {
+    fn resume(&self) {
         self.control.resume();
     }
+}
 
-    /// Leaves the socket's file to the new server.
-    pub(super) fn give_up(self) {
-        self.control.give_up();
+/// The control sockets of a server while they are served.
+#[derive(Debug, Default)]
+pub(super) struct Doors {
+    /// The takeover socket.
+    pub(super) own: Mutex<Option<OpenDoor>>,
+    /// The one of `--control`.
+    pub(super) chosen: Mutex<Option<OpenDoor>>,
+}
+
+impl Doors {
+    /// Closes the takeover socket, or the other one, until [`Doors::resume`], and returns it for a new server.
+    pub(super) fn pause(door: &Mutex<Option<OpenDoor>>) -> Option<ControlSocket> {
+        let offered = door.lock().as_ref().map(OpenDoor::pause).transpose();
+        offered
+            .inspect_err(|error| tracing::warn!(%error, "cannot pass a control socket to the new server"))
+            .unwrap_or_default()
+    }
+
+    /// Lets clients in again.
+    pub(super) fn resume(&self) {
+        for door in [&self.own, &self.chosen] {
+            door.lock().iter().for_each(OpenDoor::resume);
+        }
+    }
+
+    /// Leaves a socket to a new server.
+    pub(super) fn give_up(door: &Mutex<Option<OpenDoor>>) {
+        if let Some(door) = door.lock().take() {
+            door.control.give_up();
+        }
+    }
+
+    /// Removes both.
+    pub(super) fn close(&self) {
+        drop((self.own.lock().take(), self.chosen.lock().take()));
+    }
+
+    /// Returns true if the takeover socket is at this path.
+    pub(super) fn is_own_at(&self, path: &Path) -> bool {
+        let own = self.own.lock();
+        own.as_ref()
+            .is_some_and(|door| door.control.socket().absolute() == path)
     }
 }

@@ -55,10 +55,14 @@ pub(super) struct FileDisk {
 }
 
 /// The options of one start of a server, which its file does not have.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Start {
     /// As [`Options::takeover`].
     pub takeover: bool,
+    /// As [`Places::takeover_from`].
+    pub takeover_from: Option<PathBuf>,
+    /// As [`Options::takeover_within`].
+    pub takeover_within: Duration,
     /// As [`Options::incoming`].
     pub incoming: bool,
     /// As [`Options::detached`].
@@ -97,6 +101,7 @@ impl ConfigFile {
                 metrics: shared.metrics,
                 pid_file: shared.pid_file,
                 images: shared.images,
+                takeover_from: None,
             },
             settings,
             groups: RateLimitGroups::default(),
@@ -175,6 +180,7 @@ impl ConfigFile {
     pub fn wanted(self, start: Start) -> Result<Wanted, CommandFailure> {
         let options = Options {
             takeover: start.takeover,
+            takeover_within: start.takeover_within,
             incoming: start.incoming,
             detached: start.detached,
             ..self.options
@@ -189,7 +195,10 @@ impl ConfigFile {
                 served: disks,
                 groups: self.groups.clone(),
             },
-            places: self.places.clone(),
+            places: Places {
+                takeover_from: start.takeover_from,
+                ..self.places.clone()
+            },
             workers: self.workers.clone(),
             options,
             file: Some(self),

@@ -1,102 +1,171 @@
-//! Takeovers as the server does them: it hands its disks over, or takes an old server's; [`crate::takeover`] is the protocol. Here are all
-//! disks at once, as with a server of the version before; `moves` has them one at a time.
+//! Handing disks over to a new server, as its request to a control socket asks; [`crate::takeover`] is the protocol, `moves` how disks go.
 //!
-//! Invariants: an image is closed before it is offered. If the new server does not take what is offered, the images are opened
-//! again, and the same clients are served.
+//! Invariants: disks neither come nor go meanwhile; what the new server does not take for good is served here as before, with the
+//! same clients.
 
-use std::convert::Infallible;
+use std::io;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
-use block::lock::LockSet;
-use parking_lot::Mutex;
-use virtio_devices::vhost_user::{PausedClient, StopToken};
-
-use super::desk::ServedControl;
+use super::desk::{Door, Doors, VhostUserDesk};
 use super::moves::move_all;
-use super::roster::Roster;
-use super::served::{Served, confine};
-use crate::error::CommandFailure;
-use crate::parallel;
-use crate::sandbox::Task;
+use super::served::Served;
+use crate::control::Request;
 use crate::socket::{Socket, SocketError};
-use crate::takeover::{self, ControlSocket, Offer, Successor, Taken, TakeoverListener, TakeoverSocket};
+use crate::takeover::{self, Asked, ControlSocket, Offer, Successor, Taken};
 
-/// The longest time that a client may take to complete a message, and its thread to execute it, during a takeover. It
-/// is long enough for a busy machine, because slower clients are disconnected.
-const MESSAGE_MAX: Duration = Duration::from_secs(1);
-/// The longest wait for the image locks after a failed takeover: the new server may still be exiting.
-const REOPEN_MAX: Duration = Duration::from_secs(20);
+/// A disk, with its number in the roster.
+pub(super) type Entry = (u64, Arc<Served>);
 
-/// The state of a pending takeover.
-pub(super) struct Takeover {
-    pub(super) successor: Arc<Mutex<Option<Successor>>>,
-    /// What a new server has taken that has all disks.
-    pub(super) finished: Arc<Mutex<Option<Taken>>>,
-    /// Reopens the takeover socket after a failed takeover.
-    pub(super) again: mpsc::Sender<()>,
-}
+impl VhostUserDesk {
+    /// Hands disks over. Returns when the new server has them, or has not.
+    ///
+    /// # Errors
+    ///
+    /// The reason for a refusal. Nothing was said or changed then.
+    pub(super) fn hand_disks_over(&self, connection: &UnixStream, request: Request) -> Result<(), String> {
+        let refuse = |reason: String| {
+            tracing::warn!(reason, "a takeover was refused");
+            reason
+        };
+        let asked = Asked::understand(connection, request).map_err(refuse)?;
+        let alone = self.roster.handing_over.try_lock();
+        let _alone = alone.ok_or_else(|| refuse("another server takes disks over just now".to_owned()))?;
+        // What comes or goes just now, the new server does not know of.
+        self.roster.pause();
+        let going = wanted(&self.roster.entries(), &asked).and_then(|going| match obstacle(&going) {
+            Some(reason) => Err(reason),
+            None => Ok(going),
+        });
+        let handed = match going {
+            Ok(going) => self.hand_over(connection, asked, going),
+            Err(reason) => Err(refuse(reason)),
+        };
+        // With the last disks everything has gone, and this server ends.
+        if handed != Ok(Rest::Nothing) {
+            self.doors.resume();
+            self.roster.resume();
+        }
+        handed.map(drop)
+    }
 
-/// Lets no client of the control socket in, and returns it for a new server.
-pub(super) fn pause_control(control: &Mutex<Option<ServedControl>>) -> Option<ControlSocket> {
-    let offered = control.lock().as_ref().map(ServedControl::pause).transpose();
-    offered
-        .inspect_err(|error| tracing::warn!(%error, "cannot pass the control socket to the new server"))
-        .unwrap_or_default()
-}
-
-/// Leaves the control socket to a new server that has taken it. Otherwise it ends with its file: the new server has none, or one of its
-/// own.
-pub(super) fn give_up_control(control: &Mutex<Option<ServedControl>>, taken: Taken) {
-    let control = control.lock().take();
-    if let Some(control) = control.filter(|_| taken.control) {
-        control.give_up();
+    /// Hands these disks over.
+    fn hand_over(&self, connection: &UnixStream, asked: Asked, going: Vec<Entry>) -> Result<Rest, String> {
+        let (roster, doors) = (&self.roster, &self.doors);
+        let new = Successor::new(connection, asked).map_err(|error| error.to_string())?;
+        let are_all = going.len() == roster.entries().len();
+        let names = names(&going);
+        tracing::info!(
+            event = "handing-over",
+            disks = names,
+            "handing over to a new server"
+        );
+        let named_after =
+            |(_, disk): &Entry| doors.is_own_at(&takeover::takeover_path(disk.socket.absolute()));
+        // What keeps disks keeps the sockets by which they can be asked for.
+        let goes_along = are_all || going.iter().any(named_after);
+        let own = goes_along.then(|| Doors::pause(&doors.own)).flatten();
+        let chosen = are_all.then(|| Doors::pause(&doors.chosen)).flatten();
+        let moving = roster.moving.lock();
+        match move_all(roster, &new, going.clone(), own.as_ref(), chosen.as_ref()) {
+            Ok(_) if !are_all => {
+                for (number, disk) in going {
+                    disk.socket.give_up();
+                    roster.forget(number);
+                }
+                if own.is_some() {
+                    Doors::give_up(&doors.own);
+                    warn_of_no_takeover(doors);
+                }
+                tracing::info!(
+                    event = "handed-over",
+                    disks = names,
+                    "these disks are served by a new server"
+                );
+                Ok(Rest::Served)
+            }
+            Ok(taken) => {
+                *roster.taken.lock() = Some(taken);
+                drop(moving);
+                self.stop.pause(Duration::ZERO);
+                Ok(Rest::Nothing)
+            }
+            Err(error) => {
+                tracing::warn!(
+                    disks = names,
+                    error,
+                    "the takeover failed; this server continues to serve"
+                );
+                Ok(Rest::Served)
+            }
+        }
     }
 }
 
-/// The sockets that an old server offers, in order.
-pub(super) fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<Socket>, SocketError> {
-    let listeners = offer.disks.iter().zip(paths);
-    let adopted = listeners.map(|(disk, path)| {
-        let listener = disk.listener.try_clone().map_err(|source| SocketError::Os {
-            action: "take over",
-            path: path.clone(),
-            source,
-        })?;
-        Socket::adopt(listener, path, disk.is_managers)
-    });
-    adopted.collect()
+/// The disks that this server has after a takeover.
+#[derive(Debug, Eq, PartialEq)]
+enum Rest {
+    /// Some, or all; or none, and it waits for the next ones.
+    Served,
+    /// None, and no socket either.
+    Nothing,
 }
 
-/// Adopts the clients of an old server, and its control socket if this one `takes_control`. Until the new server confirms, the
-/// old one can continue with them.
-pub(super) fn accept(
-    offer: &mut Offer,
-    served: &[Arc<Served>],
-    takes_control: bool,
-) -> Result<(), CommandFailure> {
-    for (disk, handed) in served.iter().zip(std::mem::take(&mut offer.disks)) {
-        let client = handed.client.map(|state| disk.server.adopt(state)).transpose();
-        *disk.client.lock() = client.map_err(|error| takeover::not_adopted(&disk.name, error))?;
+/// Returns the disks that are asked for, as the new server lists them.
+fn wanted(served: &[Entry], asked: &Asked) -> Result<Vec<Entry>, String> {
+    let sockets = || served.iter().map(|(_, disk)| disk.socket.absolute());
+    let find = |wanted: &Path| served.iter().find(|(_, disk)| disk.socket.absolute() == wanted);
+    let mut found: Vec<Entry> = Vec::new();
+    for path in &asked.disks {
+        let Some((number, disk)) = find(path) else {
+            let sockets: Vec<&Path> = sockets().collect();
+            return Err(format!("it serves {sockets:?}, not {path:?}"));
+        };
+        if found.iter().any(|(other, _)| other == number) {
+            return Err(format!("{path:?} is asked for twice"));
+        }
+        found.push((*number, Arc::clone(disk)));
     }
-    offer
-        .accept(takes_control)
-        .map_err(|error| CommandFailure::Failed(error.into()))
+    if found.len() < served.len() && (!asked.partly || found.is_empty()) {
+        let sockets: Vec<&Path> = sockets().collect();
+        return Err(format!("it serves {sockets:?}, not {:?} only", asked.disks));
+    }
+    Ok(found)
 }
 
-/// Returns the reason why no other server can continue with the disks now, if there is one.
-fn obstacle(served: &[Arc<Served>]) -> Option<String> {
-    if let Some(kept) = served.iter().find(|disk| disk.image.config().overlay.is_some()) {
-        let name = &kept.name;
-        return Some(format!(
-            "its disk {name} has overlay=temporary, which ends with its process"
-        ));
-    }
-    served.iter().find_map(|disk| {
+/// Returns the reason why no other server can continue with these disks now, if there is one.
+fn obstacle(going: &[Entry]) -> Option<String> {
+    going.iter().find_map(|(_, disk)| {
+        let name = &disk.name;
+        if disk.image.config().overlay.is_some() {
+            return Some(format!(
+                "its disk {name} has overlay=temporary, which ends with its process"
+            ));
+        }
         let obstacle = disk.image.obstacle()?;
-        Some(format!("the image of its disk {} {obstacle}", disk.name))
+        Some(format!("the image of its disk {name} {obstacle}"))
     })
+}
+
+/// The names of these disks, for the log.
+fn names(disks: &[Entry]) -> String {
+    let names: Vec<&str> = disks.iter().map(|(_, disk)| disk.name.as_str()).collect();
+    names.join(", ")
+}
+
+/// Says that the takeover socket has gone with its disk, and what is left.
+pub(super) fn warn_of_no_takeover(doors: &Doors) {
+    match &*doors.chosen.lock() {
+        Some(_) => tracing::info!(
+            "a new server takes over from this one by its control socket only: --takeover=SOCKET"
+        ),
+        None => tracing::warn!(
+            "no new server can take over from this one: its socket for that was named after a disk that has gone; start a \
+             server whose disks change with --control"
+        ),
+    }
 }
 
 /// The sockets of these disks, by absolute paths.
@@ -105,15 +174,26 @@ pub(super) fn sockets<'a>(served: impl IntoIterator<Item = &'a Arc<Served>>) -> 
     paths.collect()
 }
 
-/// The names of these disks, for the log.
-pub(super) fn names(served: &[Arc<Served>]) -> String {
-    let names: Vec<&str> = served.iter().map(|disk| disk.name.as_str()).collect();
-    names.join(", ")
+/// The sockets that an old server offers, in order.
+pub(super) fn adopt_sockets(paths: &[PathBuf], offer: &mut Offer) -> Result<Vec<Socket>, SocketError> {
+    let listeners = std::mem::take(&mut offer.disks).into_iter().zip(paths);
+    let adopted = listeners.map(|(disk, path)| Socket::adopt(disk.listener, path, disk.is_managers));
+    adopted.collect()
+}
+
+/// Leaves the control sockets to a new server that has taken all disks. The one of `--control` ends with its file, unless that was taken,
+/// too: the new server has none, or one of its own.
+pub(super) fn give_up(doors: &Doors, taken: Taken) {
+    Doors::give_up(&doors.own);
+    if taken.control {
+        Doors::give_up(&doors.chosen);
+    }
+    doors.close();
 }
 
 /// Explains a failure of a takeover's connection.
-pub(super) fn lost(error: std::io::Error) -> std::io::Error {
-    use std::io::{Error, ErrorKind};
+pub(super) fn lost(error: io::Error) -> io::Error {
+    use io::{Error, ErrorKind};
     match error.kind() {
         ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
             Error::new(error.kind(), "it has exited or given up; see its own output")
@@ -123,172 +203,18 @@ pub(super) fn lost(error: std::io::Error) -> std::io::Error {
     }
 }
 
-/// The failure of a handover.
-pub(super) enum HandOverFailure {
-    /// An image was not closed cleanly, and must be checked before another server opens it.
-    Close(CommandFailure),
-    /// The new server has exited, or refused. The images are closed and sound.
-    NotTaken(std::io::Error),
-}
-
-/// Closes the images and offers everything to a new server. If that does not take it, `lock_set` has what
-/// is to be opened again with.
-pub(super) fn hand_over(
-    roster: &Roster,
-    served: &[Arc<Served>],
-    control: Option<&ControlSocket>,
-    successor: Successor,
-) -> Result<Taken, HandOverFailure> {
-    // A guest may have migrated since the new server was let in.
-    if let Some(reason) = obstacle(served) {
-        successor.refuse(&reason);
-        return Err(HandOverFailure::NotTaken(std::io::Error::other(reason)));
-    }
-    // Requests of operators end first.
-    served.iter().for_each(|disk| disk.disk.detach());
-    let lock_set = roster.lock_set();
-    let mut locks = Vec::new();
-    match lock_set.descriptors() {
-        Ok(held) => {
-            locks = held;
-            lock_set.leave();
-        }
-        // Given back, and taken again by whoever opens the images.
-        Err(error) => tracing::warn!(%error, "cannot pass the image locks to the new server"),
-    }
-    let mut failed = None;
-    let images: Vec<_> = served.iter().map(|disk| (&disk.server, &disk.image)).collect();
-    let Ok(closed) = parallel::each(images, |(server, image)| {
-        let closed = server.close_disk();
-        image.close();
-        Ok::<_, Infallible>(closed)
-    });
-    for (disk, (_, closed)) in served.iter().zip(closed) {
-        if let Err(error) = closed {
-            tracing::error!(disk = %disk.name, %error, "the image was not closed cleanly");
-            failed.get_or_insert(CommandFailure::about(&disk.name, error));
-        }
-    }
-    if let Some(failure) = failed {
-        successor.refuse("it failed to close an image, which may need repair");
-        return Err(HandOverFailure::Close(failure));
-    }
-    let states = served
-        .iter()
-        .map(|disk| disk.client.lock().as_ref().map(PausedClient::state).transpose());
-    let states = states.collect::<std::io::Result<Vec<_>>>();
-    let sockets = served.iter().map(|disk| &disk.socket);
-    let handed = states.and_then(|states| {
-        let takeover = roster.takeover_listener().ok_or(std::io::ErrorKind::NotFound)?;
-        successor.hand_over(&takeover, control, &locks, sockets.zip(states))
-    });
-    handed.map_err(|error| {
-        roster.set_lock_set(LockSet::inherit(locks));
-        match successor.take_back(REOPEN_MAX) {
-            Ok(()) => HandOverFailure::NotTaken(error),
-            Err(error) => {
-                let message = "the new server has neither taken over nor released the images";
-                HandOverFailure::Close(CommandFailure::about(message, error))
-            }
-        }
-    })
-}
-
-/// Opens the images again that were closed for a new server, which did not take them.
-pub(super) fn reopen(served: &[Arc<Served>], lock_set: &LockSet) -> Result<(), CommandFailure> {
-    let deadline = Instant::now() + REOPEN_MAX;
-    for disk in served.iter().filter(|disk| disk.image.is_closed()) {
-        let opened = disk.image.reopen_until(lock_set, deadline);
-        disk.server
-            .reopen(opened.map_err(|error| CommandFailure::Failed(error.into()))?);
-    }
-    lock_set.keep();
-    Ok(())
-}
-
-/// Opens the takeover socket beside this one, or beside the first of those that are served. Without one, because its name is too
-/// long, the server only cannot be taken over.
+/// Opens the takeover socket beside this one, or beside the first of those that are served; or continues with that of an old server.
+/// Without one, because its name is too long, the server can be taken over by its control socket only.
 pub(super) fn open_takeover_socket(
     named_after: Option<&Path>,
     sockets: &[PathBuf],
-) -> Option<TakeoverSocket> {
-    let named_after = named_after.or_else(|| sockets.first().map(PathBuf::as_path))?;
-    TakeoverSocket::open(named_after, sockets)
+    offered: Option<ControlSocket>,
+) -> Option<Door> {
+    let path = match &offered {
+        Some(offered) => offered.path.clone(),
+        None => takeover::takeover_path(named_after.or_else(|| sockets.first().map(PathBuf::as_path))?),
+    };
+    Door::take(&path, offered)
         .inspect_err(|error| tracing::warn!(%error, "no new server can take over from this one"))
         .ok()
-}
-
-/// Starts the thread that pauses the server when a new one wants to take over.
-///
-/// The server continues instead if something is in the way: the new one is told what it is.
-pub(super) fn stop_on_takeover(
-    listener: TakeoverListener,
-    roster: Arc<Roster>,
-    stop: StopToken,
-    control: Arc<Mutex<Option<ServedControl>>>,
-) -> std::io::Result<Takeover> {
-    let (successor, finished) = (Arc::new(Mutex::new(None)), Arc::new(Mutex::new(None)));
-    let (shared, all) = (Arc::clone(&successor), Arc::clone(&finished));
-    let (again, resumed) = mpsc::channel();
-    let wait_and_pause = move || -> std::io::Result<()> {
-        confine(Task::Control, roster.setup.options)?;
-        loop {
-            let new = listener.wait()?;
-            // What comes or goes just now, the new server does not know of.
-            roster.pause();
-            let served = roster.served();
-            let refused = new.mismatch(&sockets(&served));
-            if let Some(reason) = refused.or_else(|| obstacle(&served)) {
-                tracing::warn!(reason, "a takeover was refused");
-                new.refuse(&reason);
-                roster.resume();
-                continue;
-            }
-            tracing::info!(event = "handing-over", "handing over to a new server");
-            if let Some(moves) = new.moves() {
-                let offered = pause_control(&control);
-                let moving = roster.moving.lock();
-                let moved = move_all(&roster, &new, moves, offered.as_ref());
-                let moved = moved.map(|taken| *all.lock() = Some(taken));
-                drop(moving);
-                match moved {
-                    Ok(()) => {
-                        stop.pause(Duration::ZERO);
-                        return Ok(());
-                    }
-                    Err(error) => {
-                        tracing::warn!(
-                            disks = names(&served),
-                            error,
-                            "the takeover failed; this server continues to serve"
-                        );
-                        control.lock().iter().for_each(ServedControl::resume);
-                        roster.resume();
-                        continue;
-                    }
-                }
-            }
-            *shared.lock() = Some(new);
-            // Their guests need not wait for the end of a compaction.
-            served.iter().for_each(|disk| disk.disk.prepare_to_detach());
-            drop(served);
-            stop.pause(MESSAGE_MAX);
-            if resumed.recv().is_err() {
-                return Ok(());
-            }
-        }
-    };
-    let report = move || {
-        if let Err(error) = wait_and_pause() {
-            tracing::error!(%error, "cannot wait for a takeover");
-        }
-    };
-    std::thread::Builder::new()
-        .name("takeover".to_owned())
-        .spawn(report)?;
-    Ok(Takeover {
-        successor,
-        finished,
-        again,
-    })
 }

@@ -172,12 +172,6 @@ impl ServedImage {
         opened.map_or_else(Vec::new, |opened| opened.disk().files())
     }
 
-    /// Returns true if the image is closed for a takeover.
-    pub(super) fn is_closed(&self) -> bool {
-        let state = self.state.lock();
-        state.opened.is_none() && !state.is_away
-    }
-
     /// Lets go of the image, whose disk was closed.
     pub(super) fn close(&self) {
         self.state.lock().opened = None;

@@ -1,4 +1,4 @@
-//! Disks of a roster that move to another server, and come from one, one at a time; [`crate::takeover::Moves`] is their way.
+//! Disks of a roster that move to another server, and come from one, a few at a time; [`crate::takeover::Moves`] is their way.
 //!
 //! ```text
 //! give:    pause the client ─▶ close the image ─▶ locks, client ─▶ the other server: open, adopt, serve
@@ -8,20 +8,29 @@
 //! Invariants: the disk is served by whoever has said so last; what is neither taken nor lost is served here as before, with the same
 //! client; the locks of its image have an owner all the time.
 
+use std::io;
+use std::num::NonZero;
 use std::sync::Arc;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use virtio_devices::vhost_user::PausedClient;
 
-use super::hand_over::lost;
-use super::roster::{Roster, seat, text};
+use super::begin::Coming;
+use super::hand_over::{Entry, lost};
+use super::roster::{LEAVE_MAX, Roster, seat, text};
 use super::served::{Options, Place, Served, close, find};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, chain};
 use crate::socket::Socket;
 use crate::takeover::{
-    ControlSocket, Given, Moves, MovingDisk, Next, Offer, Successor, Taken, TakeoverError, not_adopted,
+    ControlSocket, Given, Moves, MovingDisk, Next, Offer, Successor, Taken, TakeoverError, WITHIN,
+    not_adopted,
 };
+
+/// The most disks that move at the same time. They take CPUs and wait for the host's storage.
+const LANES_MAX: usize = 8;
 
 /// The longest wait for the lock of an image whose server has died: its I/O may still be under way.
 const LOCK_MAX: Duration = Duration::from_secs(20);
@@ -40,18 +49,24 @@ pub(super) enum NotMoved {
 }
 
 impl Roster {
-    /// Gives a disk to the other server, where it has this place.
+    /// Gives a disk to the other server, where it has this place. Its requests in flight end until then, or it stays.
     pub(super) fn give(
         self: &Arc<Self>,
         number: u64,
         disk: &Arc<Served>,
         place: usize,
         moves: &Moves,
+        until: Instant,
     ) -> Result<(), NotMoved> {
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            let reason = "the new server has given its takeover less time than it takes (--within)";
+            return Err(NotMoved::Stays(reason.to_owned()));
+        }
         let locks = disk.image.lock_set();
-        let stays = |error: std::io::Error| NotMoved::Stays(chain(&error));
+        let stays = |error: io::Error| NotMoved::Stays(chain(&error));
         locks.hold_over(&disk.image.files()).map_err(stays)?;
-        let moved = self.pause_disk(number, disk);
+        let moved = self.pause_disk(number, disk, left.min(LEAVE_MAX));
         let moved = moved.map_err(NotMoved::Stays).and_then(|client| {
             disk.disk.detach();
             let closed = disk.server.close_disk();
@@ -196,8 +211,50 @@ impl Roster {
     }
 }
 
-/// Moves all disks to a new server, one at a time. If one cannot move, those that have moved come back. The caller holds
-/// [`Roster::moving`].
+/// Disks that move to a new server, and what has become of them so far. Each lane takes the next one.
+struct Leaving<'a> {
+    roster: &'a Arc<Roster>,
+    until: Instant,
+    left: Mutex<Box<dyn Iterator<Item = (usize, Entry)> + Send>>,
+    moved: Mutex<Vec<(usize, Entry)>>,
+    /// The first disk that has not moved, after which none does.
+    failed: Mutex<Option<(String, NotMoved)>>,
+}
+
+impl Leaving<'_> {
+    /// Moves disks on a lane until there is none left, or one has not moved.
+    fn use_lane(&self, lane: &Moves) {
+        while let Some((place, (number, disk))) = self.next() {
+            match self.roster.give(number, &disk, place, lane, self.until) {
+                Ok(()) => self.moved.lock().push((place, (number, disk))),
+                Err(why) => {
+                    if let NotMoved::Stays(reason) | NotMoved::Failed(reason) = &why {
+                        let reason = format!("disk {}: {reason}", disk.name);
+                        lane.go_no_further(&reason).unwrap_or_default();
+                    }
+                    self.failed.lock().get_or_insert((disk.name.clone(), why));
+                    return;
+                }
+            }
+        }
+        let said = match &*self.failed.lock() {
+            Some((name, _)) => lane.go_no_further(&format!("disk {name} does not move")),
+            None => lane.end(),
+        };
+        // If it has gone, that shows elsewhere.
+        said.unwrap_or_default();
+    }
+
+    fn next(&self) -> Option<(usize, Entry)> {
+        if self.failed.lock().is_some() {
+            return None;
+        }
+        self.left.lock().next()
+    }
+}
+
+/// Moves disks to a new server, which lists them in this order, on as many lanes as it has. If one cannot move, those that have moved come
+/// back. The caller holds [`Roster::moving`].
 ///
 /// # Errors
 ///
@@ -205,31 +262,31 @@ impl Roster {
 pub(super) fn move_all(
     roster: &Arc<Roster>,
     new: &Successor,
-    moves: &Moves,
-    control: Option<&ControlSocket>,
+    going: Vec<Entry>,
+    own: Option<&ControlSocket>,
+    chosen: Option<&ControlSocket>,
 ) -> Result<Taken, String> {
-    let mut disks = roster.entries();
-    // As the new one lists them.
-    disks.sort_by_key(|(_, disk)| new.place_of(disk.socket.absolute()));
     let not_offered = |error| format!("the new server is not ready: {}", chain(&lost(error)));
-    let takeover = roster.takeover_listener().ok_or("it has no socket for that")?;
-    let sockets = disks.iter().map(|(_, disk)| &disk.socket);
-    new.offer(&takeover, control, sockets).map_err(not_offered)?;
-    let mut moved: Vec<(usize, u64, Arc<Served>)> = Vec::new();
-    let mut failed = None;
-    for (number, disk) in disks {
-        let Some(place) = new.place_of(disk.socket.absolute()) else {
-            continue;
-        };
-        match roster.give(number, &disk, place, moves) {
-            Ok(()) => moved.push((place, number, disk)),
-            Err(why) => {
-                failed = Some((disk.name.clone(), why));
-                break;
+    let sockets: Vec<&Socket> = going.iter().map(|(_, disk)| &disk.socket).collect();
+    let lanes = new.offer(own, chosen, &sockets).map_err(not_offered)?;
+    let leaving = Leaving {
+        roster,
+        until: new.asked.until,
+        left: Mutex::new(Box::new(going.into_iter().enumerate())),
+        moved: Mutex::default(),
+        failed: Mutex::default(),
+    };
+    thread::scope(|scope| {
+        for lane in &lanes[1..] {
+            let thread = thread::Builder::new().name("moving".to_owned());
+            if thread.spawn_scoped(scope, || leaving.use_lane(lane)).is_err() {
+                // The others take longer, and that is all.
+                lane.end().unwrap_or_default();
             }
         }
-    }
-    let error = match failed {
+        leaving.use_lane(&lanes[0]);
+    });
+    let error = match leaving.failed.into_inner() {
         None => match new.finish() {
             Ok(taken) => return Ok(taken),
             Err(error) => format!(
@@ -238,24 +295,23 @@ pub(super) fn move_all(
             ),
         },
         Some((name, NotMoved::Lost)) => format!("disk {name}: the new server has exited; see its own output"),
-        // It gives the others back by itself.
-        Some((name, NotMoved::Refused(reason))) => format!("disk {name}: {reason}"),
-        Some((name, NotMoved::Stays(reason) | NotMoved::Failed(reason))) => {
-            moves.go_no_further(&reason).unwrap_or_default();
+        Some((name, NotMoved::Refused(reason) | NotMoved::Stays(reason) | NotMoved::Failed(reason))) => {
             format!("disk {name}: {reason}")
         }
     };
-    take_all_back(roster, moves, moved);
+    // The lanes end with them, for a new server that waits on one.
+    drop(lanes);
+    take_all_back(roster, new.moves(), leaving.moved.into_inner());
     Err(error)
 }
 
 /// Takes the disks back that a new server has, or serves them again if that has gone.
-fn take_all_back(roster: &Roster, moves: &Moves, mut moved: Vec<(usize, u64, Arc<Served>)>) {
+fn take_all_back(roster: &Roster, moves: &Moves, mut moved: Vec<(usize, Entry)>) {
     while let Ok(Next::Disk(moving)) = moves.next() {
-        let Some(index) = moved.iter().position(|(place, ..)| *place == moving.place) else {
+        let Some(index) = moved.iter().position(|(place, _)| *place == moving.place) else {
             break;
         };
-        let (_, number, disk) = &moved[index];
+        let (_, (number, disk)) = &moved[index];
         match roster.take_back(*number, disk, moving, moves) {
             Ok(()) => drop(moved.swap_remove(index)),
             Err(reason) => {
@@ -264,64 +320,129 @@ fn take_all_back(roster: &Roster, moves: &Moves, mut moved: Vec<(usize, u64, Arc
             }
         }
     }
-    for (_, number, disk) in &moved {
+    for (_, (number, disk)) in &moved {
         roster.reclaim(*number, disk);
     }
 }
 
-/// Takes in all disks of an old server, `coming` in the order that was asked for. If one cannot come, those that have come go back.
+/// Disks that come from an old server, which has them until then.
+struct Arriving<'a> {
+    roster: &'a Arc<Roster>,
+    /// By their places.
+    coming: Mutex<Coming>,
+    /// The places and the numbers of those that have come.
+    come: Mutex<Vec<(usize, u64)>>,
+}
+
+/// The end of a lane.
+enum LaneEnd {
+    /// Nothing more comes on it.
+    Empty,
+    /// A disk has not come, and none does any more.
+    Failed(CommandFailure),
+    /// The old server has gone.
+    Gone(io::Error),
+}
+
+impl Arriving<'_> {
+    /// Takes in what comes on a lane.
+    fn use_lane(&self, lane: &Moves) -> LaneEnd {
+        loop {
+            let moving = match lane.next() {
+                Ok(Next::Disk(moving)) => moving,
+                Ok(Next::End) => return LaneEnd::Empty,
+                Ok(Next::NoFurther(reason)) => {
+                    return LaneEnd::Failed(failed(TakeoverError::Refused { reason }));
+                }
+                Err(error) => return LaneEnd::Gone(error),
+            };
+            let place = moving.place;
+            let wanted = self.coming.lock().get_mut(place).and_then(Option::take);
+            let taken = match wanted {
+                Some((at, config)) => self.roster.take_in(at, config, moving, lane),
+                None => Err(CommandFailure::about("a disk has come twice", place.to_string())),
+            };
+            match taken {
+                Ok(number) => self.come.lock().push((place, number)),
+                Err(failure) => {
+                    let reason = failure.line().unwrap_or_default();
+                    lane.refuse(&reason).unwrap_or_default();
+                    return LaneEnd::Failed(failure);
+                }
+            }
+        }
+    }
+
+    /// Takes in what comes on a few lanes, each with a thread of its own.
+    fn use_lanes(&self, offer: &Offer) -> Result<Vec<LaneEnd>, TakeoverError> {
+        let cpus = thread::available_parallelism().map_or(1, NonZero::get);
+        let count = self.coming.lock().len().clamp(1, cpus.min(LANES_MAX));
+        thread::scope(|scope| {
+            let (mut theirs, mut threads) = (Vec::new(), Vec::new());
+            for _ in 0..count {
+                let (ours, their) = Moves::lane().map_err(TakeoverError::BrokenOff)?;
+                let thread = thread::Builder::new().name("arriving".to_owned());
+                match thread.spawn_scoped(scope, move || self.use_lane(&ours)) {
+                    Ok(thread) => threads.push(thread),
+                    Err(error) if threads.is_empty() => return Err(TakeoverError::BrokenOff(error)),
+                    // The others take longer, and that is all.
+                    Err(_) => break,
+                }
+                theirs.push(their);
+            }
+            offer.ready(theirs)?;
+            let joined = threads.into_iter().map(ScopedJoinHandle::join);
+            Ok(joined
+                .map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect())
+        })
+    }
+}
+
+fn failed(error: TakeoverError) -> CommandFailure {
+    CommandFailure::Failed(error.into())
+}
+
+/// Takes in the disks of an old server, `coming` in the order that was asked for. If one cannot come, those that have come go back.
 ///
 /// # Errors
 ///
 /// The failure. Nothing is served here.
-pub(super) fn take_in_all(
-    roster: &Arc<Roster>,
-    offer: &Offer,
-    mut coming: Vec<Option<((Place, Socket), DiskConfig)>>,
-) -> Result<(), CommandFailure> {
-    let failed = |error: TakeoverError| CommandFailure::Failed(error.into());
-    let Some(moves) = offer.moves() else {
-        return Ok(());
+pub(super) fn take_in_all(roster: &Arc<Roster>, offer: &Offer, coming: Coming) -> Result<(), CommandFailure> {
+    let arriving = Arriving {
+        roster,
+        coming: Mutex::new(coming),
+        come: Mutex::default(),
     };
-    offer.ready().map_err(failed)?;
-    let mut come = Vec::new();
-    let failure = loop {
-        match moves.next() {
-            Ok(Next::End) => return Ok(()),
-            Ok(Next::NoFurther(reason)) => break failed(TakeoverError::Refused { reason }),
-            Ok(Next::Disk(moving)) => {
-                let place = moving.place;
-                let wanted = coming.get_mut(place).and_then(Option::take);
-                let taken = match wanted {
-                    Some((at, config)) => roster.take_in(at, config, moving, moves),
-                    None => Err(CommandFailure::about("a disk has come twice", place.to_string())),
-                };
-                match taken {
-                    Ok(number) => come.push((place, number)),
-                    Err(failure) => {
-                        let reason = failure.line().unwrap_or_default();
-                        moves.refuse(&reason).unwrap_or_default();
-                        break failure;
-                    }
-                }
-            }
-            Err(error) if come.is_empty() => break failed(TakeoverError::BrokenOff(error)),
-            Err(error) => {
-                let error = chain(&lost(error));
-                tracing::error!(
-                    error,
-                    "the old server has gone in the middle of a takeover; its other disks are opened"
-                );
-                coming
-                    .into_iter()
-                    .flatten()
-                    .for_each(|(at, config)| roster.open_left(at, config));
-                return Ok(());
-            }
+    let ends = arriving.use_lanes(offer).map_err(failed)?;
+    let (mut failure, mut gone) = (None, None);
+    for end in ends {
+        match end {
+            LaneEnd::Empty => {}
+            LaneEnd::Failed(why) => _ = failure.get_or_insert(why),
+            LaneEnd::Gone(error) => gone = Some(error),
         }
-    };
-    give_all_back(roster, moves, come);
-    Err(failure)
+    }
+    let mut come = arriving.come.into_inner();
+    come.sort_unstable();
+    if let Some(error) = gone.take_if(|_| failure.is_none() && !come.is_empty()) {
+        tracing::error!(
+            error = chain(&lost(error)),
+            "the old server has gone in the middle of a takeover; its other disks are opened"
+        );
+        let left = arriving.coming.into_inner().into_iter().flatten();
+        left.for_each(|(at, config)| roster.open_left(at, config));
+    }
+    match failure.or(gone.map(|error| failed(TakeoverError::BrokenOff(error)))) {
+        Some(failure) => {
+            give_all_back(roster, offer.moves(), come);
+            Err(failure)
+        }
+        None => {
+            roster.put_in_order(&come);
+            Ok(())
+        }
+    }
 }
 
 /// Gives disks back to an old server, which continues.
@@ -331,7 +452,7 @@ fn give_all_back(roster: &Arc<Roster>, moves: &Moves, come: Vec<(usize, u64)>) {
         let Some((_, disk)) = disks.iter().find(|(served, _)| *served == number) else {
             continue;
         };
-        match roster.give(number, disk, place, moves) {
+        match roster.give(number, disk, place, moves, Instant::now() + WITHIN) {
             Ok(()) => roster.forget(number),
             Err(NotMoved::Stays(reason) | NotMoved::Refused(reason)) => {
                 tracing::error!(

@@ -9,27 +9,28 @@ use std::time::Duration;
 
 use virtio_devices::vhost_user::PausedClient;
 
-use super::roster::{LEAVE_MAX, Roster, seat};
+use super::roster::{Roster, seat};
 use super::served::Served;
 
 /// The longest time that a client may take to end a message.
 const MESSAGE_MAX: Duration = Duration::from_secs(1);
 
 impl Roster {
-    /// Has a disk served no longer, and returns its client, which waits.
+    /// Has a disk served no longer, and returns its client, which waits. The host has `patience` for each step.
     pub(super) fn pause_disk(
         self: &Arc<Self>,
         number: u64,
         disk: &Arc<Served>,
+        patience: Duration,
     ) -> Result<Option<PausedClient>, String> {
         // Its guest need not wait for the end of a compaction, nor until what it has written so far is durable.
         disk.disk.prepare_to_detach();
-        flush_within(disk, LEAVE_MAX).inspect_err(|_| disk.disk.stay_attached())?;
+        flush_within(disk, patience).inspect_err(|_| disk.disk.stay_attached())?;
         let paused = self.reception.pause(number);
-        let mut answered = paused.recv_timeout(MESSAGE_MAX);
+        let mut answered = paused.recv_timeout(MESSAGE_MAX.min(patience));
         if matches!(answered, Err(RecvTimeoutError::Timeout)) {
             self.reception.interrupt(number);
-            answered = paused.recv_timeout(LEAVE_MAX);
+            answered = paused.recv_timeout(patience);
         }
         match answered {
             Ok(client) => Ok(client),
@@ -46,7 +47,7 @@ impl Roster {
                 Err(match thread {
                     Ok(_) => format!(
                         "the host has not answered its requests for {} s; it goes on as before when it has",
-                        LEAVE_MAX.as_secs()
+                        patience.as_secs()
                     ),
                     Err(error) => format!("it has requests in flight, and is served no longer: {error}"),
                 })

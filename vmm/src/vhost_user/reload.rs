@@ -19,7 +19,7 @@ use block::throttle::RateLimits;
 use serde_json::Value;
 
 use super::file::{ConfigFile, FileDisk};
-use super::roster::{Roster, seat};
+use super::roster::{LEAVE_MAX, Roster, seat};
 use super::served::{Place, Served};
 use crate::config_file;
 use crate::disk_config::{DiskConfig, LIMIT_KEYS, OPENING_KEYS, RateLimitGroups};
@@ -206,7 +206,7 @@ impl Roster {
         let lock_set = disk.image.lock_set();
         let held = lock_set.hold_over(&disk.image.files());
         held.map_err(|error| format!("cannot hold the locks of its image: {error}"))?;
-        let changed = self.pause_disk(number, &disk).map(|client| {
+        let changed = self.pause_disk(number, &disk, LEAVE_MAX).map(|client| {
             let opened = open_anew(&disk, Arc::new(config));
             if opened.is_ok() {
                 self.reception.enter(number, seat(&disk, client));

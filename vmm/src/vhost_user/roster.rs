@@ -12,7 +12,6 @@
 //! before the disk is forgotten.
 
 use std::error::Error;
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -37,7 +36,7 @@ use crate::error::{CommandFailure, chain};
 use crate::image_folders;
 use crate::sd_notify::Manager;
 use crate::socket::{Socket, check_path};
-use crate::takeover::TakeoverSocket;
+use crate::takeover::Taken;
 
 /// The longest time that a request to remove a disk waits for the requests of its client in flight.
 pub(super) const LEAVE_MAX: Duration = Duration::from_secs(10);
@@ -49,8 +48,12 @@ pub(super) struct Roster {
     pub(super) state: Mutex<State>,
     changes: Mutex<Changes>,
     handed_over: Condvar,
+    /// Held by the request of a new server.
+    pub(super) handing_over: Mutex<()>,
     /// Held while disks move to another server.
     pub(super) moving: Mutex<()>,
+    /// What a new server has taken that has all disks.
+    pub(super) taken: Mutex<Option<Taken>>,
     pub(super) setup: Setup,
 }
 
@@ -75,7 +78,6 @@ pub(super) struct State {
     served: Vec<(u64, Arc<Served>)>,
     /// The locks of all images.
     lock_set: LockSet,
-    takeover_socket: Option<TakeoverSocket>,
     /// The failure that ended a disk, for the exit code of the process.
     failure: Option<CommandFailure>,
     /// The rate limit groups that disks may join.
@@ -104,7 +106,7 @@ pub(super) struct Changes {
 }
 
 impl Roster {
-    /// A roster of these disks, whose images are opened with `lock_set`.
+    /// A roster of these disks, whose images are opened with `lock_set`. Their clients are served when [`Roster::serve`] is called.
     pub(super) fn new(
         served: Vec<Served>,
         reception: Arc<Reception>,
@@ -114,6 +116,9 @@ impl Roster {
         setup: Setup,
     ) -> Arc<Self> {
         let served: Vec<_> = (0..).zip(served.into_iter().map(Arc::new)).collect();
+        for (number, disk) in &served {
+            reception.enter(*number, seat(disk, None));
+        }
         let file = setup.file.iter().flat_map(|file| &file.disks);
         let listed = file.map(|disk| disk.config.name()).collect();
         Arc::new(Self {
@@ -123,14 +128,15 @@ impl Roster {
                 next: served.len() as u64,
                 served,
                 lock_set,
-                takeover_socket: None,
                 failure: None,
                 groups,
                 listed,
             }),
             changes: Mutex::default(),
             handed_over: Condvar::new(),
+            handing_over: Mutex::default(),
             moving: Mutex::default(),
+            taken: Mutex::default(),
             setup,
         })
     }
@@ -167,45 +173,17 @@ impl Roster {
         })
     }
 
-    /// Sets the socket on which a new server asks for the disks, and which has to know which they are.
-    pub(super) fn set_takeover_socket(&self, socket: TakeoverSocket) {
-        self.state.lock().takeover_socket = Some(socket);
-    }
-
-    /// Returns that socket, to be handed over.
-    pub(super) fn takeover_listener(&self) -> Option<Arc<UnixListener>> {
-        let state = self.state.lock();
-        let takeover = state.takeover_socket.as_ref();
-        takeover.map(|takeover| Arc::clone(takeover.listener()))
-    }
-
     pub(super) fn lock_set(&self) -> LockSet {
         self.state.lock().lock_set.clone()
     }
 
-    pub(super) fn set_lock_set(&self, lock_set: LockSet) {
-        self.state.lock().lock_set = lock_set;
-    }
-
-    /// Serves until a stop or a pause. Each disk keeps the client that is connected then.
+    /// Serves disks, also those that [enter](Roster::enter) meanwhile, until a stop or a pause. Each keeps the client that is
+    /// connected then.
     ///
     /// # Errors
     ///
     /// If clients cannot be waited for.
     pub(super) fn serve(&self, orders: &Orders) -> Result<(), CommandFailure> {
-        for (number, disk) in self.state.lock().served.iter() {
-            self.reception
-                .enter(*number, seat(disk, disk.client.lock().take()));
-        }
-        self.serve_those_who_enter(orders)
-    }
-
-    /// As [`Roster::serve`], of disks that [enter](Roster::enter) meanwhile.
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub(super) fn serve_those_who_enter(&self, orders: &Orders) -> Result<(), CommandFailure> {
         let ended = self
             .reception
             .serve(&mut |number, error| orders.failed(number, error));
@@ -241,7 +219,6 @@ impl Roster {
         let _moving = self.moving.lock();
         self.changes.lock().has_ended = true;
         let mut state = self.state.lock();
-        drop(state.takeover_socket.take());
         let served = std::mem::take(&mut state.served);
         let served = served.into_iter().map(|(_, disk)| disk).collect();
         (served, state.failure.take())
@@ -251,9 +228,6 @@ impl Roster {
     pub(super) fn give_up(&self) {
         let mut state = self.state.lock();
         state.served.drain(..).for_each(|(_, disk)| disk.socket.give_up());
-        if let Some(socket) = state.takeover_socket.take() {
-            socket.give_up();
-        }
     }
 
     /// Asks the server to stop.
@@ -320,7 +294,6 @@ impl Roster {
         state.next += 1;
         self.reception.enter(number, seat(&disk, client));
         state.served.push((number, disk));
-        tell(&state);
         number
     }
 
@@ -328,7 +301,13 @@ impl Roster {
     pub(super) fn forget(&self, number: u64) {
         let mut state = self.state.lock();
         state.served.retain(|(served, _)| *served != number);
-        tell(&state);
+    }
+
+    /// Has disks that came in any order listed by their places.
+    pub(super) fn put_in_order(&self, come: &[(usize, u64)]) {
+        let place_of = |number: u64| come.iter().position(|(_, come)| *come == number);
+        let mut state = self.state.lock();
+        state.served.sort_by_cached_key(|(number, _)| place_of(*number));
     }
 
     /// Starts the server of a disk, on workers as those of all.
@@ -450,16 +429,6 @@ impl Roster {
         let mut state = self.state.lock();
         if let Some(place) = find(&state) {
             state.served.remove(place);
-            tell(&state);
-        }
-        let socket = disk.socket.path();
-        let is_named = |takeover: &TakeoverSocket| takeover.is_named_after(socket);
-        if state.takeover_socket.as_ref().is_some_and(is_named) && !state.served.is_empty() {
-            tracing::warn!(
-                socket = %socket.display(),
-                "no new server can take over from this one: its socket for that is named after a disk that has gone; \
-                 start a server whose disks change with --images"
-            );
         }
         closed
     }
@@ -502,13 +471,6 @@ impl Roster {
         if state.served.is_empty() {
             self.stop.stop();
         }
-    }
-}
-
-/// Has the socket for new servers know which disks there are.
-fn tell(state: &State) {
-    if let Some(takeover) = &state.takeover_socket {
-        takeover.set_sockets(sockets(state.served.iter().map(|(_, disk)| disk)));
     }
 }
 

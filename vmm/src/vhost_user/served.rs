@@ -29,6 +29,8 @@ pub struct Options {
     pub restartable: bool,
     /// Take over from the server that serves these sockets.
     pub takeover: bool,
+    /// The longest time that disks may move in then.
+    pub takeover_within: Duration,
     /// Another server has the images, until the guests come from there.
     pub incoming: bool,
     /// Give up, before the first client is looked at, every right that serving does not take.

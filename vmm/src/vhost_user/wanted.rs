@@ -30,6 +30,8 @@ pub struct Wanted {
 pub struct Places {
     /// The path of the control socket.
     pub control: Option<PathBuf>,
+    /// A control socket of the server to take over from, if it has none that is named after one of these.
+    pub takeover_from: Option<PathBuf>,
     /// The address of the statistics.
     pub metrics: Option<Address>,
     /// The path of the file with the process id.

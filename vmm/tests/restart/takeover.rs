@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::client::{BLOCK, Client};
-use crate::server::{Server, World};
+use crate::server::World;
+use crate::several::Disks;
 use ringdisk_gen::Random;
 use ringdisk_gen::patience::SetOnDrop;
 
@@ -258,76 +259,6 @@ fn takeover_goes_on_when_its_output_is_closed() {
     assert_eq!(new.wait(), Some(0), "{}", world.log());
     world.assert_sound(false);
     client.assert_contents(&world.contents());
-}
-
-/// Several disks with a client each.
-struct Disks {
-    world: World,
-    sockets: Vec<String>,
-    disks: Vec<String>,
-    clients: Vec<Client>,
-    random: Random,
-}
-
-impl Disks {
-    const BLOCKS: usize = 256;
-
-    fn new(count: usize) -> Self {
-        let world = World::new("cluster_size=4096", Self::BLOCKS * BLOCK);
-        for disk in 0..count {
-            let image = world.path(&format!("{disk}.qcow2"));
-            std::fs::copy(world.path("disk.qcow2"), image).expect("a copy");
-        }
-        Self {
-            world,
-            sockets: (0..count).map(|disk| format!("{disk}.sock")).collect(),
-            disks: (0..count)
-                .map(|disk| format!("path={disk}.qcow2,poll_us=0"))
-                .collect(),
-            clients: (0..count).map(|_| Client::new(Self::BLOCKS, true)).collect(),
-            random: Random::new(0xd15c5),
-        }
-    }
-
-    fn serve(&self, more: &[&str]) -> Server {
-        self.world.serve_all(&self.sockets, &self.disks, more)
-    }
-
-    /// Connects those clients whose server has gone.
-    fn connect(&mut self) {
-        for (client, socket) in self.clients.iter_mut().zip(&self.sockets) {
-            if !client.is_connected() {
-                client.take_answers();
-                client.connect(&self.world.path(socket));
-            }
-        }
-    }
-
-    fn are_connected(&self) -> bool {
-        self.clients.iter().all(Client::is_connected)
-    }
-
-    /// All clients work, in turns.
-    fn work(&mut self, how_long: Duration) {
-        let end = Instant::now() + how_long;
-        while Instant::now() < end {
-            for client in &mut self.clients {
-                client.work(&mut self.random, Duration::from_micros(100));
-            }
-        }
-    }
-
-    fn drain(&mut self) {
-        self.clients.iter_mut().for_each(Client::drain);
-    }
-
-    fn assert_contents(&self, leaks: bool) {
-        for (disk, client) in self.clients.iter().enumerate() {
-            let image = format!("{disk}.qcow2");
-            self.world.assert_image_sound(&image, leaks);
-            client.assert_contents(&self.world.contents_of(&image));
-        }
-    }
 }
 
 /// The last disk cannot be moved, because its client uses what the new server does not offer: those that have moved come back, with

@@ -40,10 +40,12 @@ pub enum HandOverError {
     #[error(transparent)]
     Command(#[from] CommandError),
     /// Requests do not end.
-    #[error("the disk of /dev/ublkb{device} has not answered all requests in {} s", DRAIN.as_secs())]
+    #[error("the disk of /dev/ublkb{device} has not answered all requests in {:.1} s", waited.as_secs_f64())]
     Undrained {
         /// The device.
         device: u32,
+        /// The time that was waited for them.
+        waited: Duration,
     },
     /// A worker has ended.
     #[error(transparent)]
@@ -147,21 +149,22 @@ impl UblkDevice {
         self.set_duty(parting_duty(flags))
     }
 
-    /// Waits until the disk has answered, and closes it as a clean shutdown should. Comes after [`UblkDevice::retire`];
-    /// all that can follow is the end of this process. The disk's lock is held until then.
+    /// Waits until the disk has answered, for no longer than `patience`, and closes it as a clean shutdown should. Comes after
+    /// [`UblkDevice::retire`]; all that can follow is the end of this process. The disk's lock is held until then.
     ///
     /// # Errors
     ///
     /// [`HandOverError`]. The device is to be recovered then as after a kill.
-    pub fn drain_and_close(&self) -> Result<(), HandOverError> {
+    pub fn drain_and_close(&self, patience: Duration) -> Result<(), HandOverError> {
         let device = self.info.dev_id;
         // Whoever waits for the host's space would wait for ever.
         let _held = self.disk.hold_off();
-        let deadline = Instant::now() + DRAIN;
+        let begun = Instant::now();
         let mut progress = HandOverProgress::default();
         loop {
-            if Instant::now() > deadline {
-                return Err(HandOverError::Undrained { device });
+            let waited = begun.elapsed();
+            if waited > patience.min(DRAIN) {
+                return Err(HandOverError::Undrained { device, waited });
             }
             for worker in &self.workers {
                 worker.run(|_| ())?;

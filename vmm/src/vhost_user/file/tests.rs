@@ -51,7 +51,11 @@ fn file_says_what_a_command_line_says() {
         metrics,
         pid_file,
         images,
-    } = wanted.places;
+        takeover_from: None,
+    } = wanted.places
+    else {
+        panic!("a file has no takeover");
+    };
     let here = |path: &str| Path::new("/etc/ringdisk").join(path);
     assert_eq!(control, Some(here("disks.control")));
     assert_eq!(metrics, Some(Address::Unix(here("run/metrics.sock"))));
