@@ -59,3 +59,21 @@ wait $writer && echo "killed written"
 holds C killed
 served killed $server
 loaded
+
+# A server whose host does not answer in the time that there is ends as if it were killed.
+letters D
+fsfreeze -f /run/slow
+put D & writer=$!
+sleep 1
+old=$server
+/mnt/ringdisk --log info ublk upgrade --all --within 1 >late.out 2>late.err & late=$!
+sleep 3
+alive $late && echo "late waits"
+fsfreeze -u /run/slow
+wait $old || true
+up late $late
+wait $writer && echo "late written"
+holds D late
+grep -q 'has not answered all requests in 1' late.err && echo "late told"
+served late $server
+loaded

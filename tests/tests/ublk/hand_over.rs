@@ -48,7 +48,10 @@ fn judge_frozen(outcome: &Outcome) {
     for line in ["killed waits", "killed written", "holds C killed"] {
         once(line);
     }
-    for name in ["all", "killed"] {
+    for line in ["late waits", "late written", "holds D late", "late told"] {
+        once(line);
+    }
+    for name in ["all", "killed", "late"] {
         once(&format!("served {name} 9"));
     }
 }
