@@ -52,24 +52,30 @@ fn machine_serves_statistics_of_its_process() {
     command.args(["--disk", "path=disk.qcow2,id=root", "--metrics", "unix:metrics"]);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut machine = Running::start(command);
-    let text = wait_for("statistics", || {
+    let ask = || {
         let mut stream = UnixStream::connect(world.path("metrics")).ok()?;
         stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").ok()?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).ok()?;
         answer.contains("disk=\"root\"").then_some(answer)
-    });
+    };
+    let text = wait_for("statistics", ask);
     assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
     // The kernel leaves its disk alone.
     let quiet = "ringdisk_request_latency_seconds_count{disk=\"root\",kind=\"read\"} 0\n";
     assert!(text.contains(quiet), "{text}");
-    let files = fs::read_dir(format!("/proc/{}/fd", machine.child().id())).expect("its files");
-    let shown = text
-        .lines()
-        .find_map(|line| line.strip_prefix("process_open_fds "));
-    let shown: usize = shown.expect("its descriptors").parse().expect("a number");
-    // A client's connection comes and goes.
-    assert!(files.count().abs_diff(shown) <= 1, "{shown}");
+    let shown = |text: String| -> usize {
+        let mut lines = text.lines();
+        let shown = lines.find_map(|line| line.strip_prefix("process_open_fds "));
+        shown.expect("its descriptors").parse().expect("a number")
+    };
+    // The machine may be starting still, and a client's connection comes and goes.
+    let folder = format!("/proc/{}/fd", machine.child().id());
+    wait_for("its number of descriptors", || {
+        let shown = shown(ask()?);
+        let files = fs::read_dir(&folder).expect("its files").count();
+        (files.abs_diff(shown) <= 1).then_some(())
+    });
     machine.signal("TERM");
     let ended = machine.ended();
     assert_eq!((ended.code, ended.stderr.as_str()), (Some(0), ""));
