@@ -2,6 +2,7 @@
 mkdir images
 for name in a b c d e; do ringdisk image create images/$name.qcow2 64M >/dev/null; done
 ringdisk image create outside.qcow2 64M >/dev/null
+ln -s ../outside.qcow2 images/link.qcow2
 ctl() { ringdisk ctl --socket control "$@"; }
 disk() { sed 's/.*"disk":"\([^"]*\)".*/\1/' /run/ringdisk/ublk/3.json; }
 devices() { ctl disk-list | sed '1d' | awk '{ print $1 }' | sort | tr '\n' ' '; }
@@ -46,6 +47,9 @@ ended direct ctl reload
 file "$a" 'b|rate_limit_group = "slow"
 recovery = "wait"' '../outside|'
 ended outside ctl reload
+file "$a" 'b|rate_limit_group = "slow"
+recovery = "wait"' 'link|'
+ended link ctl reload
 echo "still $(devices)"
 # One in use stays, and goes when it is tried again.
 exec 9</dev/ublkb0

@@ -36,7 +36,11 @@ fn judge(outcome: &Outcome) {
         ),
         (
             "outside",
-            "outside.qcow2: Permission denied (os error 13); the rest of the file is in effect",
+            "devices.toml:18: its sandbox allows no image at /tmp/work/images/../outside.qcow2; expected one in a folder of --images",
+        ),
+        (
+            "link",
+            "link.qcow2: Permission denied (os error 13); the rest of the file is in effect",
         ),
         ("used", "cannot remove disk b: /dev/ublkb0 is in use"),
         (
