@@ -79,7 +79,7 @@ impl Asked {
     }
 }
 
-/// What a new server has taken beside the disks.
+/// The sockets taken by a new server beside those of the disks.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Taken {
     /// The control socket, whose file is the new server's from now on.
@@ -90,7 +90,7 @@ pub struct Taken {
 #[derive(Debug)]
 pub struct Successor {
     moves: Moves,
-    /// What it has asked for.
+    /// The disks that it has asked for, and the time.
     pub asked: Asked,
 }
 

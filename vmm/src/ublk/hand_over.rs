@@ -81,8 +81,8 @@ impl UblkDesk {
             match late {
                 Ok(errors) => failures.extend(errors.iter().map(|error| chain(error))),
                 Err(_) => failures.push(format!(
-                    "the host has not closed its images within {} s",
-                    patience.as_secs()
+                    "the host has not closed its images within {:.1} s",
+                    patience.as_secs_f64()
                 )),
             }
             for error in &failures {

@@ -10,8 +10,11 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::process;
 
 /// The timeout during an upgrade, in milliseconds.
 const LOOK_MS: u32 = 100;
@@ -68,13 +71,16 @@ fn store(timeouts: Vec<(PathBuf, String)>) {
     let writing: Vec<_> = timeouts.iter().map(write).collect();
     for ((path, text), child) in timeouts.iter().zip(writing) {
         let stored = child.and_then(|mut child| {
-            loop {
-                match child.try_wait()? {
-                    Some(status) if status.success() => return Ok(()),
-                    Some(status) => return Err(io::Error::other(status.to_string())),
-                    None if Instant::now() > deadline => return Err(io::ErrorKind::TimedOut.into()),
-                    None => thread::sleep(Duration::from_millis(1)),
-                }
+            let number = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+            let number = number.ok_or(io::ErrorKind::NotFound)?;
+            let ending = pidfd_open(number, PidfdFlags::empty())?;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if !process::has_ended_within(&ending, left) {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            match child.wait()? {
+                status if status.success() => Ok(()),
+                status => Err(io::Error::other(status.to_string())),
             }
         });
         if let Err(error) = stored {

@@ -2,7 +2,10 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use virtio_devices::ublk::abi::DeviceInfo;
 
 /// Returns true if the process that serves a device runs.
@@ -19,4 +22,11 @@ pub(super) fn is_process_alive(pid: u32) -> bool {
     };
     let state = stat.rsplit(") ").next().and_then(|rest| rest.chars().next());
     !matches!(state, None | Some('Z' | 'X'))
+}
+
+/// Waits for the end of a process, for no longer than `patience`. Returns false if it has not ended.
+pub(super) fn has_ended_within(process: &OwnedFd, patience: Duration) -> bool {
+    let patience = Timespec::try_from(patience).ok();
+    let mut end = [PollFd::new(process, PollFlags::IN)];
+    matches!(poll(&mut end, patience.as_ref()), Ok(1..))
 }

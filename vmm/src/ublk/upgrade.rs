@@ -14,7 +14,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use block::lock::LockSet;
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde_json::Value;
 use virtio_devices::connect::{Cancel, connect_within};
@@ -345,15 +344,10 @@ fn replace_with(
             tracing::warn!(pid, %error, "the old server says nothing");
         }
     }
-    let mut end = [PollFd::new(&process, PollFlags::IN)];
-    let until = rustix::event::Timespec {
-        tv_sec: END.as_secs().cast_signed(),
-        tv_nsec: 0,
-    };
-    match poll(&mut end, Some(&until)) {
-        Ok(1..) => Ok(locks),
-        _ => Err(failed(format!(
-            "{about} has released its devices but does not exit; after it has, run `ringdisk ublk recover`"
-        ))),
+    if process::has_ended_within(&process, END) {
+        return Ok(locks);
     }
+    Err(failed(format!(
+        "{about} has released its devices but does not exit; after it has, run `ringdisk ublk recover`"
+    )))
 }

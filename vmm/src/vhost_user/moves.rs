@@ -9,10 +9,12 @@
 //! client; the locks of its image have an owner all the time.
 
 use std::io;
+use std::iter::Enumerate;
 use std::num::NonZero;
 use std::sync::Arc;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
+use std::vec::IntoIter;
 
 use parking_lot::Mutex;
 use virtio_devices::vhost_user::PausedClient;
@@ -60,7 +62,7 @@ impl Roster {
     ) -> Result<(), NotMoved> {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            let reason = "the new server has given its takeover less time than it takes (--within)";
+            let reason = "the time of the takeover is over (--within)";
             return Err(NotMoved::Stays(reason.to_owned()));
         }
         let locks = disk.image.lock_set();
@@ -215,7 +217,7 @@ impl Roster {
 struct Leaving<'a> {
     roster: &'a Arc<Roster>,
     until: Instant,
-    left: Mutex<Box<dyn Iterator<Item = (usize, Entry)> + Send>>,
+    left: Mutex<Enumerate<IntoIter<Entry>>>,
     moved: Mutex<Vec<(usize, Entry)>>,
     /// The first disk that has not moved, after which none does.
     failed: Mutex<Option<(String, NotMoved)>>,
@@ -272,7 +274,7 @@ pub(super) fn move_all(
     let leaving = Leaving {
         roster,
         until: new.asked.until,
-        left: Mutex::new(Box::new(going.into_iter().enumerate())),
+        left: Mutex::new(going.into_iter().enumerate()),
         moved: Mutex::default(),
         failed: Mutex::default(),
     };

@@ -52,7 +52,7 @@ pub(super) struct Roster {
     pub(super) handing_over: Mutex<()>,
     /// Held while disks move to another server.
     pub(super) moving: Mutex<()>,
-    /// What a new server has taken that has all disks.
+    /// The sockets taken by a new server that has all disks.
     pub(super) taken: Mutex<Option<Taken>>,
     pub(super) setup: Setup,
 }

@@ -56,6 +56,13 @@ fn some_disks_go_to_another_server_and_the_others_stay() {
     // What has gone is locked, and in nobody's way here.
     let (ok, said) = all.world.ctl("old", &["flush", "0.qcow2"]);
     assert!(!ok && said.contains("there is no disk `0.qcow2`"), "{said}");
+    let mut io = std::process::Command::new(env!("CARGO_BIN_EXE_ringdisk"));
+    io.current_dir(all.world.path(""))
+        .args(["io", "--disk", "path=0.qcow2", "-c", "read 0 512"]);
+    let io = io.output().expect("it runs");
+    let said = String::from_utf8_lossy(&io.stderr);
+    assert!(!io.status.success() && said.contains("0.qcow2"), "{said}");
+    assert!(said.contains("in use") || said.contains("lock"), "{said}");
     let second = all.serve_some(2..4, &["--takeover=old", "--control", "second"]);
     assert_eq!(old.wait(), Some(0), "{}", all.world.log());
     assert_eq!(ids(&all, "second"), ["2.qcow2", "3.qcow2"]);
@@ -143,7 +150,10 @@ fn disks_move_at_once_and_in_the_time_that_there_is() {
             other => panic!("round {round}: {other:?}"),
         };
         let why = player.lanes.iter().map(said).collect::<String>();
-        assert!(why.contains("less time than it takes (--within)"), "{why}");
+        assert!(
+            why.contains("the time of the takeover is over (--within)"),
+            "{why}"
+        );
         for moving in moving {
             let back = player.offer.moves().give(moving);
             assert!(matches!(back, Ok(Given::Taken)), "round {round}: {back:?}");
