@@ -230,42 +230,38 @@ impl Queue {
         if fua && !self.shared.file.has_synced() {
             return Way::Task;
         }
-        let found = match self.metadata.try_read() {
-            // A forced write must find the mapping durable already; then its own sync is enough. So must a write that
-            // has to outlive this process, which needs no sync then.
-            Some(metadata) if !(fua || self.shared.policy.persist_mappings) || metadata.is_clean() => {
-                let offset = GuestOffset::new(request.offset);
-                if metadata.is_in_flight(offset, request.len) {
-                    return Way::Task;
-                }
-                metadata.lookup(offset, request.len)
-            }
-            _ => return Way::Task,
+        let Some(metadata) = self.metadata.try_read() else {
+            return Way::Task;
         };
-        match found {
-            Lookup::Found {
-                extent: Extent::Data { at, owned: true },
-                len,
-            } if len == request.len && !self.shared.is_corrupt() => Way::Data(at),
-            _ => Way::Task,
+        // A forced write must find the mapping durable already; then its own sync is enough. So must a write that
+        // has to outlive this process, which needs no sync then.
+        if (fua || self.shared.policy.persist_mappings) && !metadata.is_clean() {
+            return Way::Task;
         }
+        self.owned_place(&metadata, request).map_or(Way::Task, Way::Data)
     }
-}
 
-impl Queue {
     /// Returns the place of the host bytes that a write overwrites, if that is all there is to do beside its record.
     pub(super) fn overwritten(&self, request: &Request) -> Option<HostOffset> {
         let is_plain = request.op == Op::Write { fua: false } && !self.shared.policy.persist_mappings;
-        if !is_plain || self.shared.is_corrupt() {
+        if !is_plain {
             return None;
         }
+        self.owned_place(&*self.try_metadata()?, request)
+    }
+
+    /// Returns the place of the host bytes that a request may overwrite: owned, in one piece, and nothing in flight there.
+    #[inline]
+    fn owned_place(&self, metadata: &Metadata, request: &Request) -> Option<HostOffset> {
         let offset = GuestOffset::new(request.offset);
-        let metadata = self.try_metadata()?;
+        if metadata.is_in_flight(offset, request.len) {
+            return None;
+        }
         match metadata.lookup(offset, request.len) {
             Lookup::Found {
                 extent: Extent::Data { at, owned: true },
                 len,
-            } if len == request.len && !metadata.is_in_flight(offset, len) => Some(at),
+            } if len == request.len && !self.shared.is_corrupt() => Some(at),
             _ => None,
         }
     }

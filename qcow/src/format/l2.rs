@@ -497,27 +497,14 @@ impl<'a> L2Table<'a> {
     /// Returns entry `index`; past the last one [`L2Entry::REFUSED`], which decodes to an error.
     #[inline]
     pub fn get(&self, index: usize) -> L2Entry {
-        let at = index.wrapping_shl(self.width.bits());
-        let bytes = self.bytes.get(at..);
-        bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, self.width))
+        self.get_as(self.width, index)
     }
 
-    /// Returns entry `index` as [`Self::get`] does, of a table that is known to be one of an image without subclusters.
+    /// Returns entry `index` as [`Self::get`] does, of a table whose entries are known to be of that width.
     #[inline]
-    pub(crate) fn get_standard(&self, index: usize) -> L2Entry {
-        let bytes = self
-            .bytes
-            .get(index.wrapping_shl(L2EntryWidth::Standard.bits())..);
-        bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, L2EntryWidth::Standard))
-    }
-
-    /// Returns entry `index` as [`Self::get`] does, of a table that is known to be one of an image with subclusters.
-    #[inline]
-    pub(crate) fn get_extended(&self, index: usize) -> L2Entry {
-        let bytes = self
-            .bytes
-            .get(index.wrapping_shl(L2EntryWidth::Extended.bits())..);
-        bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, L2EntryWidth::Extended))
+    pub(crate) fn get_as(&self, width: L2EntryWidth, index: usize) -> L2Entry {
+        let bytes = self.bytes.get(index.wrapping_shl(width.bits())..);
+        bytes.map_or(L2Entry::REFUSED, |bytes| read(bytes, width))
     }
 
     /// Returns the entries in order.

@@ -5,8 +5,8 @@
 
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::{
-    CompressedExtent, EntryError, GuestCluster, GuestOffset, HostOffset, L2Entry, L2Mapping, L2Table,
-    L2TableMut, SubclusterKind,
+    CompressedExtent, EntryError, GuestCluster, GuestOffset, HostOffset, L2Entry, L2EntryWidth, L2Mapping,
+    L2Table, L2TableMut, SubclusterKind,
 };
 use crate::invariant::invariant;
 
@@ -62,8 +62,9 @@ impl Metadata {
         let entries = L2Table::new(bytes, geometry);
         let first = self.index_in_slice(cluster);
         let within = geometry.offset_in_cluster(offset.bytes());
+        let owns = table.copied && checked;
         if geometry.has_subclusters() {
-            let (entry, owns) = (entries.get_extended(first), table.copied && checked);
+            let entry = entries.get_as(L2EntryWidth::Extended, first);
             if let Some(extent) = self.data_of_one_cluster(entry, within, len, owns) {
                 return Lookup::Found { extent, len };
             }
@@ -74,7 +75,7 @@ impl Metadata {
                 Err(lookup) => *lookup,
             };
         }
-        let entry = entries.get_standard(first);
+        let entry = entries.get_as(L2EntryWidth::Standard, first);
         let mapping = match entry.decode_standard(geometry) {
             Ok(mapping) => mapping,
             Err(_) if entry == L2Entry::REFUSED => return Lookup::Refused,
@@ -86,7 +87,7 @@ impl Metadata {
             L2Mapping::Data { host, .. } if self.is_past_end(host) => return Lookup::PastEnd(host),
             L2Mapping::Data { host, copied } => Extent::Data {
                 at: host + within,
-                owned: copied && table.copied && checked,
+                owned: copied && owns,
             },
             L2Mapping::Compressed(compressed) => Extent::Compressed(compressed),
             // This image has none.
@@ -101,7 +102,8 @@ impl Metadata {
             };
         }
         for index in first + 1..entries.len() {
-            let Ok(next) = entries.get_standard(index).decode_standard(geometry) else {
+            let next = entries.get_as(L2EntryWidth::Standard, index);
+            let Ok(next) = next.decode_standard(geometry) else {
                 break;
             };
             let alike = match (extent, next) {
@@ -109,9 +111,7 @@ impl Metadata {
                     true
                 }
                 (Extent::Data { at, owned }, L2Mapping::Data { host: next, copied }) => {
-                    next == at + found
-                        && owned == (copied && table.copied && checked)
-                        && !self.is_past_end(next)
+                    next == at + found && owned == (copied && owns) && !self.is_past_end(next)
                 }
                 _ => false,
             };
@@ -307,7 +307,7 @@ mod tests {
     use super::super::plan::Action;
     use super::super::testing::{CLUSTER, metadata, metadata_of};
     use super::*;
-    use crate::format::{L1Entry, L2EntryWidth, L2TableRef, SubclusterBitmap};
+    use crate::format::{L1Entry, L2TableRef, SubclusterBitmap};
     use proptest::prelude::*;
 
     /// The flags of an L2 entry.
