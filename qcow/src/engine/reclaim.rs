@@ -283,12 +283,14 @@ async fn punch(queue: &Rc<Queue>, runs: &[(HostCluster, u64)]) -> bool {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
+    use std::pin::pin;
     use std::sync::Arc;
+    use std::task::Waker;
 
     use block::ring::RingKind;
     use block::{AlignedBuf, Buffer, Context, Disk, Op, Request};
 
-    use super::{CLUSTERS_AT_ONCE, parts};
+    use super::{CLUSTERS_AT_ONCE, PassGuard, parts};
     use crate::format::{HostCluster, HostOffset};
     use crate::image::testing::World;
     use crate::metadata::Dropped;
@@ -318,6 +320,31 @@ mod tests {
         );
         assert!(clusters(&cut.concat()) == clusters(&drops));
         assert_eq!(parts(&[]).count(), 0);
+    }
+
+    /// Whoever found a pass running, or waits for what it freed, would otherwise wait until its time is over.
+    #[test]
+    fn pass_wakes_waiters_if_it_freed_clusters_or_was_found_running() {
+        let world = World::new();
+        world.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "1M"]);
+        let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).unwrap();
+        let shared = &disk.shared;
+        for (missed, is_idle) in [(false, true), (true, true), (false, false), (true, false)] {
+            {
+                let mut freeing = shared.freeing.lock();
+                (freeing.running, freeing.missed) = (true, missed);
+            }
+            let mut watch = shared.epochs.watch();
+            drop(PassGuard { shared, is_idle });
+            let woken = pin!(watch.ended()).poll(&mut std::task::Context::from_waker(Waker::noop()));
+            assert_eq!(
+                woken.is_ready(),
+                missed || !is_idle,
+                "missed: {missed}, idle: {is_idle}"
+            );
+            let freeing = shared.freeing.lock();
+            assert!(!freeing.running && !freeing.missed);
+        }
     }
 
     /// Frees clusters while another thread allocates, and then allocates as many as were freed.

@@ -323,3 +323,54 @@ fn refuse(geometry: &Geometry, bytes: &mut [u8], exposed: &[Exposed]) -> bool {
     }
     !exposed.is_empty()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan::Action;
+    use super::super::testing::{CLUSTER, metadata};
+    use super::super::{Extent, Growth, Lookup};
+    use super::*;
+    use crate::format::GuestOffset;
+
+    #[test]
+    fn exposed_entry_is_named_by_its_index_in_the_table() {
+        let mut metadata = metadata();
+        metadata.refcounts.uses = UseMap::without_structures(1 << 20);
+        metadata
+            .refcounts
+            .uses
+            .made(ClusterUse::RefcountBlock, HostCluster::new(2), 1);
+        let block = HostOffset::new(2 * CLUSTER);
+        let geometry = *metadata.geometry();
+        // In the second slice.
+        let index = (1 << metadata.slice_bits) + 5;
+        let mut table = vec![0; CLUSTER as usize];
+        L2TableMut::new(&mut table, &geometry).set(index, L2Entry::data(block, true, &geometry));
+        let exposed = metadata
+            .inspect_table(0, &table)
+            .expect("it points to a refcount block");
+        assert_eq!((exposed.index, exposed.host), (index, block));
+    }
+
+    #[test]
+    fn nothing_is_mapped_up_to_the_end_of_a_slice_of_a_fresh_table() {
+        let mut metadata = metadata();
+        let step = metadata.plan_write(GuestOffset::new(0), GuestOffset::new(CLUSTER), Growth::Free);
+        let Action::Fill(fill) = step.expect("an empty image").action else {
+            panic!("nothing is mapped");
+        };
+        assert_eq!(metadata.publish(&fill.allocation).1, Ok(()));
+        let span = CLUSTER << metadata.slice_bits;
+        let at = |offset| metadata.lookup(GuestOffset::new(offset), 4 * span);
+        let found = |len| Lookup::Found {
+            extent: Extent::Unallocated,
+            len,
+        };
+        assert_eq!(at(CLUSTER), found(span - CLUSTER), "a cached slice");
+        assert_eq!(
+            at(span + 5 * CLUSTER + 512),
+            found(span - 5 * CLUSTER - 512),
+            "one that is not"
+        );
+    }
+}
