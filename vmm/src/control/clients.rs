@@ -3,7 +3,6 @@
 //! Invariant: a client that says nothing keeps nobody out for longer than a moment. One whose request is carried out, or that watches,
 //! keeps its place.
 
-use std::io;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -34,7 +33,7 @@ struct List {
 #[derive(Debug)]
 struct Client {
     number: u64,
-    connection: UnixStream,
+    connection: Arc<UnixStream>,
     /// The time since which it is to say something, if it is: its connection, or its last answer.
     silent_since: Option<Instant>,
 }
@@ -42,18 +41,14 @@ struct Client {
 impl Clients {
     /// Lets a client in. If there are as many as there can be, it waits for one to go, and has the one go that has been silent for
     /// longest. Returns `None` if that takes too long.
-    ///
-    /// # Errors
-    ///
-    /// If the process has no descriptor left.
-    pub(super) fn admit(self: &Arc<Self>, stream: &UnixStream) -> io::Result<Option<Place>> {
-        let connection = stream.try_clone()?;
+    /// The connection is shared: a copy of it would want a descriptor, and the process may have no other left.
+    pub(super) fn admit(self: &Arc<Self>, connection: &Arc<UnixStream>) -> Option<Place> {
         let deadline = Instant::now() + ROOM_MAX;
         let mut list = self.list.lock();
         while list.clients.len() >= CLIENTS_MAX {
             let now = Instant::now();
             if now >= deadline {
-                return Ok(None);
+                return None;
             }
             let silent = list
                 .clients
@@ -75,11 +70,11 @@ impl Clients {
         list.next += 1;
         list.clients.push(Client {
             number,
-            connection,
+            connection: Arc::clone(connection),
             silent_since: Some(Instant::now()),
         });
         let clients = Arc::clone(self);
-        Ok(Some(Place { clients, number }))
+        Some(Place { clients, number })
     }
 }
 

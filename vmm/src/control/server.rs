@@ -116,17 +116,11 @@ impl Control {
                             continue;
                         }
                     };
-                let place = match clients.admit(&stream) {
-                    Ok(Some(place)) => place,
-                    Ok(None) => {
-                        let error = "too many clients at a time";
-                        send_line(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
-                        continue;
-                    }
-                    Err(error) => {
-                        tracing::debug!(%error, "a client of the control socket");
-                        continue;
-                    }
+                let stream = Arc::new(stream);
+                let Some(place) = clients.admit(&stream) else {
+                    let error = "too many clients at a time";
+                    send_line(&stream, &json!({"ok": false, "error": error})).unwrap_or_default();
+                    continue;
                 };
                 let server = server.clone();
                 let serve = move || {
