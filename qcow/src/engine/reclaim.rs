@@ -322,12 +322,12 @@ mod tests {
         assert_eq!(parts(&[]).count(), 0);
     }
 
-    /// Whoever found a pass running, or waits for what it freed, would otherwise wait until its time is over.
+    /// A request that waits for clusters would otherwise wait until its time is over.
     #[test]
     fn pass_wakes_waiters_if_it_freed_clusters_or_was_found_running() {
         let world = World::new();
         world.qemu_img(&["create", "-f", "qcow2", "a.qcow2", "1M"]);
-        let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).unwrap();
+        let disk = QcowDisk::open(&world.path("a.qcow2"), &OpenOptions::default()).expect("an image");
         let shared = &disk.shared;
         for (missed, is_idle) in [(false, true), (true, true), (false, false), (true, false)] {
             {

@@ -41,7 +41,8 @@ struct Client {
 impl Clients {
     /// Lets a client in. If there are as many as there can be, it waits for one to go, and has the one go that has been silent for
     /// longest. Returns `None` if that takes too long.
-    /// The connection is shared: a copy of it would want a descriptor, and the process may have no other left.
+    ///
+    /// The connection is shared: a duplicate would need a descriptor of its own, and the process may have none left.
     pub(super) fn admit(self: &Arc<Self>, connection: &Arc<UnixStream>) -> Option<Place> {
         let deadline = Instant::now() + ROOM_MAX;
         let mut list = self.list.lock();
