@@ -7,18 +7,22 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::process::{GLANCE, Process};
-use crate::{Error, prepare};
+use crate::{Error, prepare, sockets};
 
 /// The longest time for a server to listen.
 const START: Duration = Duration::from_secs(60);
 /// The longest time for a server to drain, flush and exit after SIGTERM.
 const STOP: Duration = Duration::from_secs(60);
+/// The longest time for `qemu-storage-daemon` to close the connection of a client that is gone.
+const CLOSE: Duration = Duration::from_secs(5);
 
 /// A process that serves one disk at a socket. Dropping it kills it; a test that cares calls [`stop`](Self::stop).
 #[derive(Debug)]
 pub struct Server {
     process: Process,
     socket: PathBuf,
+    /// It is `qemu-storage-daemon`.
+    is_peer: bool,
 }
 
 impl Server {
@@ -72,7 +76,9 @@ impl Server {
              num-queues={queues},iothread=io",
             socket.display()
         ));
-        Self::start(command, socket)
+        let mut server = Self::start(command, socket)?;
+        server.is_peer = true;
+        Ok(server)
     }
 
     fn start(command: Command, socket: &Path) -> Result<Self, Error> {
@@ -81,9 +87,10 @@ impl Server {
         let mut server = Self {
             process: Process::start(command, log.into())?,
             socket: socket.to_owned(),
+            is_peer: false,
         };
         let deadline = Instant::now() + START;
-        while !listens(socket) {
+        while !sockets::listens(socket).unwrap_or_default() {
             if let Some(status) = server.process.ended() {
                 return Err(server.wrong_end(&status.to_string(), "before it listened"));
             }
@@ -122,6 +129,10 @@ impl Server {
     pub fn stop(mut self) -> Result<(), Error> {
         if let Some(status) = self.process.ended() {
             return Err(self.wrong_end(&status.to_string(), "before it was asked to"));
+        }
+        if self.is_peer {
+            // What cannot be asked need not be waited for.
+            sockets::wait_until_closed(&self.socket, CLOSE).ok();
         }
         self.process.ask_to_end();
         match self.process.wait_until(Instant::now() + STOP) {
@@ -195,36 +206,10 @@ impl Server {
     }
 }
 
-/// Returns true if somebody listens at `socket`. Connecting would use up the server's connection, so the kernel's table
-/// of sockets is asked; a socket that is bound but does not listen yet has no `ACCEPTCON` flag there.
-fn listens(socket: &Path) -> bool {
-    const ACCEPTCON: &str = "00010000";
-    let Some(wanted) = socket.to_str() else {
-        return false;
-    };
-    let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    table.lines().any(|line| {
-        let mut fields = line.split_ascii_whitespace();
-        fields.nth(3) == Some(ACCEPTCON) && fields.next_back() == Some(wanted)
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::Scratch;
-    use std::os::unix::net::UnixListener;
-
-    #[test]
-    fn listens_needs_a_listening_socket() {
-        let scratch = Scratch::new().unwrap();
-        let socket = scratch.file("socket");
-        assert!(!listens(&socket));
-        let listener = UnixListener::bind(&socket).unwrap();
-        assert!(listens(&socket));
-        drop(listener);
-        assert!(!listens(&socket), "the file is still there, nobody listens");
-    }
 
     #[test]
     fn storage_daemon_error_quotes_its_output() {

@@ -2,16 +2,19 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
+
+use lab::sockets;
 
 use crate::images::{Format, Image};
 use crate::process::{self, Process};
 
 /// The time that a server has until it listens.
 const START: Duration = Duration::from_secs(20);
+/// The time that a server has to close the connection of a client that is gone.
+const CLOSE: Duration = Duration::from_secs(5);
 
 /// A server's program.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -84,7 +87,7 @@ impl Server {
         let mut process = Process::start(command, &directory.join("server.log"))?;
         let since = Instant::now();
         // Asking by connecting would cost the server a client; it listens once the socket is bound.
-        while !is_listening(&socket) {
+        while !sockets::listens(&socket)? {
             process.still_runs()?;
             if since.elapsed() > START {
                 let words = process.last_words();
@@ -138,31 +141,15 @@ impl Server {
         self.process.last_words()
     }
 
-    /// Ends it cleanly.
+    /// Ends it cleanly, once it has closed the connections of clients that are gone.
     ///
     /// # Errors
     ///
     /// If it does not end, or ends with an error.
     pub(crate) fn stop(self) -> io::Result<()> {
+        sockets::wait_until_closed(&self.socket, CLOSE)?;
         self.process.stop()
     }
-}
-
-/// Returns true if `/proc/net/unix` knows a listening socket of that path (the flag `SO_ACCEPTCON`).
-fn is_listening(socket: &Path) -> bool {
-    let Ok(absolute) = std::path::absolute(socket) else {
-        return false;
-    };
-    let Ok(table) = std::fs::read_to_string("/proc/net/unix") else {
-        return UnixStream::connect(socket).is_ok();
-    };
-    let (absolute, given) = (absolute.to_string_lossy(), socket.to_string_lossy());
-    table.lines().any(|line| {
-        let mut fields = line.split_ascii_whitespace();
-        let flags = fields.nth(3);
-        let path = fields.nth(3);
-        flags == Some("00010000") && (path == Some(&absolute) || path == Some(&given))
-    })
 }
 
 fn on_off(on: bool) -> &'static str {

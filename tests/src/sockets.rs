@@ -1,0 +1,90 @@
+//! What the kernel knows of unix sockets: who listens, and whose connections are still open. Asking a server by connecting would use
+//! up its connection.
+
+use std::io;
+use std::path::Path;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::process::GLANCE;
+
+/// The flag of a socket that listens (`SO_ACCEPTCON`); one that is bound only is without it.
+const ACCEPTCON: &str = "00010000";
+
+/// Returns the flags of the sockets that are bound to `path`, as `/proc/net/unix` has them. A connection that a server has accepted is
+/// among them until the server closes it.
+fn flags_of_bound(path: &Path) -> io::Result<Vec<String>> {
+    let absolute = std::path::absolute(path)?;
+    let table = std::fs::read_to_string("/proc/net/unix")?;
+    let (absolute, given) = (absolute.to_string_lossy(), path.to_string_lossy());
+    let flags = table.lines().filter_map(|line| {
+        let mut fields = line.split_ascii_whitespace();
+        let flags = fields.nth(3)?;
+        let bound = fields.nth(3)?;
+        (bound == absolute || bound == given).then(|| flags.to_owned())
+    });
+    Ok(flags.collect())
+}
+
+/// Returns true if somebody listens at `path`.
+///
+/// # Errors
+///
+/// If the kernel's table of sockets cannot be read.
+pub fn listens(path: &Path) -> io::Result<bool> {
+    Ok(flags_of_bound(path)?.iter().any(|flags| flags == ACCEPTCON))
+}
+
+/// Returns true if there is a connection to `path` that the server has not closed, or not accepted.
+fn has_connection(path: &Path) -> io::Result<bool> {
+    Ok(flags_of_bound(path)?.iter().any(|flags| flags != ACCEPTCON))
+}
+
+/// Waits until the server at `path` has closed its connections, at most for `limit`: for `qemu-storage-daemon`, which crashes now and
+/// then if it is to end while it does that (its main thread shuts the connection down that its I/O thread takes apart).
+///
+/// # Errors
+///
+/// As [`listens`].
+pub fn wait_until_closed(path: &Path, limit: Duration) -> io::Result<()> {
+    let since = Instant::now();
+    while has_connection(path)? && since.elapsed() < limit {
+        thread::sleep(GLANCE);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use super::*;
+    use crate::Scratch;
+
+    #[test]
+    fn connection_is_there_until_the_server_closes_it() {
+        let scratch = Scratch::new().unwrap();
+        let path = scratch.file("socket");
+        assert!(!listens(&path).unwrap());
+        let listener = UnixListener::bind(&path).unwrap();
+        assert!(listens(&path).unwrap());
+        assert!(!has_connection(&path).unwrap());
+
+        let client = UnixStream::connect(&path).unwrap();
+        assert!(has_connection(&path).unwrap(), "it waits to be accepted");
+        let (accepted, _) = listener.accept().unwrap();
+        drop(client);
+        assert!(
+            has_connection(&path).unwrap(),
+            "the server does not know that it is gone"
+        );
+        drop(accepted);
+        assert!(!has_connection(&path).unwrap());
+
+        drop(listener);
+        assert!(
+            !listens(&path).unwrap(),
+            "the file is still there, nobody listens"
+        );
+    }
+}
