@@ -352,6 +352,46 @@ fn clients_of_the_control_socket_do_not_disturb_the_disk() {
     client.assert_contents(&world.contents());
 }
 
+/// Method: the limit of the running server is lowered until one number is free below it.
+#[test]
+fn last_descriptor_is_enough_for_a_client() {
+    let world = World::new("cluster_size=64k", 1 << 20);
+    let server = world.serve(&["--control", "control"]);
+    world.wait_for_control("control");
+    // The server has closed its end of this one when the answer ends.
+    asked(&world, r#"{"command":"info"}"#);
+    let folder = format!("/proc/{}/fd", server.pid());
+    let in_use: Vec<u32> = std::fs::read_dir(folder)
+        .expect("its descriptors")
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .collect();
+    let first_free = (0..).find(|number| !in_use.contains(number)).expect("a number");
+    let limit = |number: u32| {
+        let arguments = [format!("--pid={}", server.pid()), format!("--nofile={number}:")];
+        let set = Command::new("prlimit").args(arguments).status();
+        assert!(set.expect("prlimit, of util-linux").success());
+    };
+    limit(first_free + 1);
+    for _ in 0..4 {
+        asked(&world, r#"{"command":"info"}"#);
+    }
+    // With none left, a client waits until there is one.
+    limit(first_free);
+    let mut early = UnixStream::connect(world.path("control")).expect("it listens");
+    early.write_all(b"{\"command\":\"info\"}\n").expect("it waits");
+    early
+        .set_read_timeout(Some(Duration::from_millis(300)))
+        .expect("a socket");
+    let nothing = early.read(&mut [0; 1]).expect_err("nobody reads it yet");
+    assert_eq!(nothing.kind(), std::io::ErrorKind::WouldBlock);
+    limit(first_free + 1);
+    early.set_read_timeout(None).expect("a socket");
+    let mut answer = String::new();
+    BufReader::new(early).read_line(&mut answer).expect("an answer");
+    assert!(answer.contains("\"ok\":true"), "{answer}");
+    assert_eq!(server.stop(), Some(0));
+}
+
 #[test]
 fn control_socket_goes_to_the_next_server_or_stays() {
     let world = half_free(BLOCKS * BLOCK);
