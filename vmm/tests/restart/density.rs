@@ -1,6 +1,9 @@
 //! Many disks in one process, on workers that all of them share: a hundred, or as many as `RINGDISK_DISKS` says.
 #![expect(clippy::print_stdout, reason = "a number that was measured is worth a line")]
 
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use ringdisk_gen::Random;
@@ -45,29 +48,59 @@ fn ticks(server: &Server) -> u64 {
     times.filter_map(|time| time.parse::<u64>().ok()).sum()
 }
 
+/// The CPU time of a thread, in nanoseconds: `/proc/[pid]/task/[tid]`, or the like.
+fn ran_ns(thread: &Path) -> Option<u64> {
+    let stat = std::fs::read_to_string(thread.join("schedstat")).ok()?;
+    stat.split_whitespace().next()?.parse().ok()
+}
+
 /// The CPU time of a server's threads, in nanoseconds.
 fn cpu_ns(server: &Server) -> u64 {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", server.pid())).expect("its threads");
-    let ran = |task: std::fs::DirEntry| -> Option<u64> {
-        let stat = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
-        stat.split_whitespace().next()?.parse().ok()
-    };
-    tasks.flatten().filter_map(ran).sum()
+    tasks.flatten().filter_map(|task| ran_ns(&task.path())).sum()
 }
+
+/// The reads that are measured, and those of one disk in a row.
+const READS: u64 = 80_000;
+const BURST: usize = 8;
 
 /// The CPU time that a server takes for a read, in nanoseconds, with requests of all these clients in flight at a time.
 fn cost(server: &Server, clients: &mut [Client], random: &mut Random) -> u64 {
-    const READS: u64 = 80_000;
     let (before, mut reads) = (cpu_ns(server), 0);
     while reads < READS {
         for client in clients.iter_mut() {
-            for _ in 0..8 {
+            for _ in 0..BURST {
                 reads += u64::from(client.submit(Ask::Read, random.below(BLOCKS as u64) as usize));
             }
         }
         clients.iter_mut().for_each(Client::drain);
     }
     (cpu_ns(server) - before) / reads
+}
+
+/// The CPU time that the same reads take of a thread that reads these files, with no server between: what the copy alone costs.
+fn cost_of_copies(files: &[File], random: &mut Random) -> u64 {
+    let own = || ran_ns(Path::new("/proc/thread-self")).expect("its time");
+    let mut buffers = vec![1; files.len() * BURST * BLOCK];
+    let blocks = files
+        .iter()
+        .map(|file| file.metadata().expect("a file").len() / BLOCK as u64);
+    let blocks: Vec<u64> = blocks.collect();
+    let (before, mut reads) = (own(), 0);
+    while reads < READS {
+        for ((file, blocks), buffer) in files
+            .iter()
+            .zip(&blocks)
+            .zip(buffers.chunks_exact_mut(BURST * BLOCK))
+        {
+            for block in buffer.chunks_exact_mut(BLOCK) {
+                let at = BLOCK as u64 * random.below(*blocks);
+                file.read_exact_at(block, at).expect("a block of an image");
+                reads += 1;
+            }
+        }
+    }
+    (own() - before) / reads
 }
 
 /// Each client works for a moment; the longest time that one of them had no answer while it worked.
@@ -135,7 +168,13 @@ fn many_disks_are_served_grown_handed_over_and_closed() {
     clients.iter_mut().for_each(Client::drain);
     let alone = cost(&old, &mut clients[..1], &mut random);
     let among = cost(&old, &mut clients, &mut random);
-    println!("CPU time for a read: {alone} ns alone, {among} ns with all disks busy");
+    let image = |disk: usize| File::open(world.path(&format!("{disk}.qcow2"))).expect("an image");
+    let images: Vec<File> = (0..count).map(image).collect();
+    let copies = [&images[..1], &images].map(|images| cost_of_copies(images, &mut random));
+    println!(
+        "CPU time for a read: {alone} ns alone, {among} ns with all disks busy; of that the copy, as `pread` has it: {} and {} ns",
+        copies[0], copies[1]
+    );
     // A machine that does other things too doubles either.
     assert!(among < 4 * alone, "{among} ns, and {alone} ns alone");
 
