@@ -22,6 +22,7 @@ ended socket ctl disk-add --disk path=images/a.qcow2 --listen s.sock
 ended first ctl disk-add --disk path=images/a.qcow2,serial=DATA,num_queues=2
 ended twice ctl disk-add --disk path=images/a.qcow2
 echo "unconfined $(unconfined)"
+echo "attached $(perl attach.pl control images/b.qcow2 10)"
 mkfs.ext4 -q /dev/disk/by-id/ringdisk-DATA
 mount /dev/disk/by-id/ringdisk-DATA /run/mnt
 verify_files /run/mnt --size=16m --fsync=32 --time_based --runtime=8 & load=$!

@@ -1,16 +1,18 @@
 //! `ctl disk-add` and `disk-remove`: devices come to a running server, and go, while others are worked on.
 
 use super::{on_both, said, told};
-use lab::{Error, Outcome};
+use lab::{Error, Kernel, Outcome};
 
 const ADDITIONS: &str = include_str!("../../guest/ublk/additions.sh");
+const ATTACH: &str = include_str!("../../guest/ublk/attach.pl");
 
 #[test]
 fn devices_come_and_go_while_their_server_runs() -> Result<(), Error> {
-    on_both(ADDITIONS, |_, outcome| judge(outcome))
+    let script = format!("cat >attach.pl <<'END'\n{ATTACH}END\n{ADDITIONS}");
+    on_both(&script, judge)
 }
 
-fn judge(outcome: &Outcome) {
+fn judge(kernel: Kernel, outcome: &Outcome) {
     let all = said(outcome);
     let told = |key: &str, text: &str| told(outcome, key, text);
     let within = "expected one in a folder of --images: /tmp/work/images";
@@ -58,6 +60,16 @@ fn judge(outcome: &Outcome) {
     for key in fine.iter().chain(&["load", "server", "ended"]) {
         assert!(told(key, "").starts_with('0'), "{key}: {all}");
     }
+    let mut took: Vec<u64> = told("attached", "")
+        .split_whitespace()
+        .map(|us| us.parse().expect("microseconds"))
+        .collect();
+    took.sort_unstable();
+    assert_eq!(took.len(), 10, "{all}");
+    println!(
+        "{kernel:?}: a device answers {} µs after its request, {} to {} in ten rounds",
+        took[5], took[0], took[9]
+    );
     told("node", "gone");
     told("nowhere", "/dev/ublkb0");
     told("by-id", "gone");
