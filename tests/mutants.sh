@@ -8,8 +8,9 @@
 #
 # .cargo/mutants.toml says what is broken, and which tests judge. The committed tree is judged, in a clone of its own
 # (target/mutants/tree), so that the checkout can change meanwhile. The tests that are quick to build and to run judge first,
-# all of them what those missed. Quick tests that take five times as long as with nothing broken are run once more with twice that
-# limit: a machine that was busy is then told from a mutant that never ends, which is caught.
+# all of them what those missed. A mutant that never ends is caught: its tests are ended when they have said nothing for five times
+# as long as the slowest of them takes with nothing broken. Quick tests that go on saying something for five times as long as all of
+# them take are run once more with twice that limit, as the machine may have been busy.
 # Mutants come in shards of a few, each a sample over all files, and are taken in a random order.
 # A shard that was cut short is repeated; finished ones are kept per commit and files. No shard begins after SECONDS_MAX seconds
 # (default 600), not counting the first build. Mutants that cannot change what the engine does are listed with the reason in
@@ -86,6 +87,11 @@ git -C "$tree" checkout -q --force --detach "$(git rev-parse "$commit")"
 # Nobody debugs a mutant; its build takes a third less without.
 export CARGO_PROFILE_DEV_DEBUG=0 CARGO_PROFILE_TEST_DEBUG=0
 export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$folder/target}
+# It ends what hangs; where that stands is of no use here.
+export HUNG_STACKS=no
+export "CARGO_TARGET_$(rustc -vV | sed -n 's/^host: //p' | tr 'a-z-' 'A-Z_')_RUNNER=$PWD/tests/timed.sh"
+# silence LOG: five times the seconds of the slowest test of a run, at least half a minute.
+silence() { grep -oE '<[0-9.]+s>$' "$1" | tr -d '<s>' | awk '$1 > most { most = $1 } END { s = int(5 * most) + 1; print s < 30 ? 30 : s }'; }
 mkdir -p "$run"
 cd "$tree"
 config=$run/mutants.toml
@@ -105,28 +111,32 @@ if [ ! -f "$run/shards" ]; then
     # shellcheck disable=SC2086 # a list
     cargo test --quiet --no-run $args
     # shellcheck disable=SC2086
-    timeout "$TIMEOUT" cargo test --quiet $args >"$folder/baseline.log" 2>&1 ||
+    timeout "$TIMEOUT" cargo test $args >"$folder/baseline.log" 2>&1 ||
         { tail -n 40 "$folder/baseline.log" >&2; echo "the tests that judge fail, or take $TIMEOUT s, with nothing broken" >&2; exit 1; }
+    silence "$folder/baseline.log" >"$run/silence"
     # shellcheck disable=SC2086
     quick_args="-p ringdisk-block -p ringdisk-qcow $(tr -d '",' <<<"$QUICK") $(tr -d '",' <<<"$SKIPPED")"
     # shellcheck disable=SC2086
     cargo test --quiet --no-run $quick_args
     quick_begun=$(date +%s)
     # shellcheck disable=SC2086
-    cargo test --quiet $quick_args >"$folder/baseline.log" 2>&1
+    cargo test $quick_args >"$folder/baseline.log" 2>&1
     quick_seconds=$(($(date +%s) - quick_begun + 1))
     echo $((quick_seconds < 6 ? 30 : 5 * quick_seconds)) >"$run/quick-timeout"
+    silence "$folder/baseline.log" >"$run/quick-silence"
     echo $(((count + SHARD - 1) / SHARD)) >"$run/shards"
 fi
 shards=$(cat "$run/shards")
 QUICK_TIMEOUT=$(cat "$run/quick-timeout")
+QUICK_SILENCE=$(cat "$run/quick-silence")
+SILENCE=$(cat "$run/silence")
 
-# judge CONFIG TIMEOUT OUTPUT FILTER…: breaks what the filters leave; cargo-mutants' output goes to the folder OUTPUT.
+# judge CONFIG TIMEOUT SILENCE OUTPUT FILTER…: breaks what the filters leave; cargo-mutants' output goes to the folder OUTPUT.
 judge() {
-    local config=$1 timeout=$2 output=$3 status=0
-    shift 3
+    local config=$1 timeout=$2 silence=$3 output=$4 status=0
+    shift 4
     mkdir -p "$output"
-    cargo mutants --in-place --baseline skip --timeout "$timeout" --build-timeout 1200 --colors never --no-times \
+    HUNG_SECONDS=$silence cargo mutants --in-place --baseline skip --timeout "$timeout" --build-timeout 1200 --colors never --no-times \
         --output "$output" --config "$config" "$@" >"$output/log" 2>&1 || status=$?
     # 2: some were missed; 3: some timed out. Both are findings, anything else is not.
     case $status in
@@ -144,7 +154,7 @@ judge() {
 quick=$run/quick.toml
 sed -E -e 's/^test_package = .*/test_package = ["ringdisk-block", "ringdisk-qcow"]/' \
     -e "s/^additional_cargo_test_args = .*/additional_cargo_args = [$QUICK]\nadditional_cargo_test_args = [$SKIPPED]/" "$config" >"$quick"
-# judge_again LIST NAME CONFIG TIMEOUT: judges the mutants of the file LIST of the shard in $out once more; the output goes to NAME.
+# judge_again LIST NAME CONFIG TIMEOUT SILENCE: judges the mutants of the file LIST of the shard in $out once more; the output goes to NAME.
 judge_again() {
     local list=$1 config=$out/$2.toml names files
     [ -s "$list" ] || return 0
@@ -153,7 +163,7 @@ judge_again() {
     cp "$3" "$config"
     readarray -t files < <(cut -d: -f1 "$list" | sort -u)
     only_files "$config" "${files[@]}"
-    judge "$config" "$4" "$out/$2" --re "^($names)\$"
+    judge "$config" "$4" "$5" "$out/$2" --re "^($names)\$"
 }
 
 begun=$SECONDS
@@ -163,11 +173,11 @@ for shard in $(shuf -i "0-$((shards - 1))" --random-source=<(yes)); do
     [ ! -f "$out/done" ] || continue
     [ $((SECONDS - begun)) -lt "$SECONDS_MAX" ] || break
     rm -rf "$out"
-    judge "$quick" "$QUICK_TIMEOUT" "$out/quick" --sharding round-robin --shard "$shard/$shards"
+    judge "$quick" "$QUICK_TIMEOUT" "$QUICK_SILENCE" "$out/quick" --sharding round-robin --shard "$shard/$shards"
     cp "$out/quick/mutants.out/timeout.txt" "$out/slow"
-    judge_again "$out/slow" again "$quick" $((2 * QUICK_TIMEOUT))
+    judge_again "$out/slow" again "$quick" $((2 * QUICK_TIMEOUT)) $((2 * QUICK_SILENCE))
     { cat "$out/quick/mutants.out/missed.txt"; grep -sFxf "$out/slow" "$out/again/mutants.out/missed.txt" || true; } >"$out/undecided"
-    judge_again "$out/undecided" all "$config" "$TIMEOUT"
+    judge_again "$out/undecided" all "$config" "$TIMEOUT" "$SILENCE"
     touch "$out/done"
 done
 report

@@ -4,7 +4,7 @@
 # PART takes only some: `lab` those of the lab's package, `engine` those of the engine and its simulator, `others` the rest.
 #
 # A binary that has printed nothing for HUNG_SECONDS is killed with all that it started, after lines that begin with `hung: ` have told
-# where its threads stand. It must print to a file.
+# where its threads stand, unless HUNG_STACKS is `no`. It must print to a file.
 #
 # The option is of the test harness and not stable yet. Cargo itself must not know of it: it would build all crates anew.
 case ${CARGO_PKG_NAME:-} in
@@ -52,7 +52,7 @@ watch() {
         silent=$(($(date +%s) - printed))
         [ "$silent" -ge "$HUNG_SECONDS" ] || continue
         echo
-        { echo "$2 has printed nothing for $silent s"; stacks "$1"; } | sed 's/^/hung: /'
+        { echo "$2 has printed nothing for $silent s"; [ "${HUNG_STACKS:-}" = no ] || stacks "$1"; } | sed 's/^/hung: /'
         # shellcheck disable=SC2046 # a list
         kill -KILL $(processes "$1") 2>/dev/null
         return
