@@ -309,6 +309,8 @@ fn write_copies_no_neighbouring_subcluster() {
         let around = ops(WRITE, 3 * cluster + 512, 3 * 4096);
         let expected = [one("read", 2048), one("read", 2048), one("write", 7 * 2048)];
         assert_eq!(around, expected, "both ends of many");
+        let around = ops(WRITE, 6 * cluster + 1024, 2048);
+        assert_eq!(around, [one("read", 4096), one("write", 4096)], "of two, at once");
     }
 }
 
@@ -374,8 +376,11 @@ fn flush_after_flush_takes_no_op() {
         done.result.expect("a FLUSH");
     };
     let flush = || bench.ask(Op::Flush, 0, 0);
+    let rounds = || bench.disk.counts().flush_rounds;
+    let before = rounds();
     bench.ask(WRITE, 0, CLUSTER);
     flush();
+    assert_eq!(rounds(), before + 1);
     assert_eq!(bench.costs(flush), []);
     assert_eq!(bench.costs(flush_other), [], "on any queue");
     for cluster in [0, 1] {

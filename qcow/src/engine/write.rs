@@ -229,14 +229,15 @@ async fn write_clusters(
     let before = allocation.start..GuestOffset::new(bytes.start.bytes().next_multiple_of(size));
     let after = GuestOffset::new(bytes.end.bytes() / size * size)..allocation.end;
     // One read is better than two, unless most of it is not needed. Edges of one cluster have the same source then.
-    let is_one_read =
-        allocation.count == 1 && after.start.bytes() <= before.end.bytes() + head.len + tail.len;
+    let is_one_read = head.content == tail.content
+        && allocation.count == 1
+        && after.start.bytes() <= before.end.bytes() + head.len + tail.len;
     let copied = |content: EdgeContent, bytes: &Range<GuestOffset>| match content {
         EdgeContent::Old(OldCluster::Compressed(_)) => geometry.cluster_size(),
         EdgeContent::Old(_) => bytes.end - bytes.start,
         EdgeContent::Zeros | EdgeContent::Kept => 0,
     };
-    let copied_bytes = if is_one_read && head.content == tail.content {
+    let copied_bytes = if is_one_read {
         copied(head.content, &(before.start..after.end))
     } else {
         copied(head.content, &before) + copied(tail.content, &after)
@@ -245,12 +246,10 @@ async fn write_clusters(
         0 => None,
         bytes => Some(queue.rooms.copies.take(bytes).await),
     };
-    let first = match (head.content, tail.content) {
-        (EdgeContent::Old(old), EdgeContent::Old(other)) if is_one_read && old == other => {
-            Some(old_bytes(queue, old, before.start..after.end).await?)
-        }
-        (EdgeContent::Old(old), _) => Some(old_bytes(queue, old, before).await?),
-        _ => None,
+    let first = match head.content {
+        EdgeContent::Old(old) if is_one_read => Some(old_bytes(queue, old, before.start..after.end).await?),
+        EdgeContent::Old(old) => Some(old_bytes(queue, old, before).await?),
+        EdgeContent::Zeros | EdgeContent::Kept => None,
     };
     let last = match (tail.content, &first) {
         (EdgeContent::Old(_), Some(first)) if first.end >= allocation.end => Some(first.clone()),

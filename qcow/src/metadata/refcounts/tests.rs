@@ -58,6 +58,20 @@ fn allocate_run_takes_space_at_cursor_within_the_device() {
     assert_eq!(refcounts.allocate(1).map(|run| run.first), Ok(at(7)));
 }
 
+#[test]
+fn allocate_hands_out_what_it_claimed_before_a_cluster_with_a_wrong_count() {
+    let mut refcounts = refcounts(4096, 4096);
+    refcounts.uses = UseMap::without_structures(1 << 20);
+    refcounts.uses.made(ClusterUse::L2Table, at(5), 1);
+    let run = refcounts.allocate(4).expect("two free clusters");
+    assert_eq!((run.first, run.count), (at(3), 2));
+    let in_use = InUse {
+        cluster: at(5),
+        by: ClusterUse::L2Table,
+    };
+    assert_eq!(refcounts.allocate(1), Err(Stuck::InUse(in_use)));
+}
+
 /// A device with room for 300 clusters, all in use but a gap: the run does not fit, and everything else goes on.
 #[test]
 fn allocate_run_without_room_leaves_free_space_usable() {
