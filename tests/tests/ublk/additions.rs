@@ -1,4 +1,5 @@
 //! `ctl disk-add` and `disk-remove`: devices come to a running server, and go, while others are worked on.
+#![expect(clippy::print_stdout, reason = "a time that was measured is worth a line")]
 
 use super::{on_both, said, told};
 use lab::{Error, Kernel, Outcome};

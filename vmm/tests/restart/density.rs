@@ -78,8 +78,8 @@ fn cost(server: &Server, clients: &mut [Client], random: &mut Random) -> u64 {
     (cpu_ns(server) - before) / reads
 }
 
-/// The CPU time that the same reads take of a thread that reads these files, with no server between: what the copy alone costs.
-fn cost_of_copies(files: &[File], random: &mut Random) -> u64 {
+/// The CPU time that such a read takes of a thread that reads these files with no server between: what cold memory costs anybody.
+fn cost_without_server(files: &[File], random: &mut Random) -> u64 {
     let own = || ran_ns(Path::new("/proc/thread-self")).expect("its time");
     let mut buffers = vec![1; files.len() * BURST * BLOCK];
     let blocks = files
@@ -170,10 +170,10 @@ fn many_disks_are_served_grown_handed_over_and_closed() {
     let among = cost(&old, &mut clients, &mut random);
     let image = |disk: usize| File::open(world.path(&format!("{disk}.qcow2"))).expect("an image");
     let images: Vec<File> = (0..count).map(image).collect();
-    let copies = [&images[..1], &images].map(|images| cost_of_copies(images, &mut random));
+    let without = [&images[..1], &images].map(|images| cost_without_server(images, &mut random));
     println!(
-        "CPU time for a read: {alone} ns alone, {among} ns with all disks busy; of that the copy, as `pread` has it: {} and {} ns",
-        copies[0], copies[1]
+        "CPU time for a read: {alone} ns alone, {among} ns with all disks busy; by `pread`, without a server, {} and {} ns",
+        without[0], without[1]
     );
     // A machine that does other things too doubles either.
     assert!(among < 4 * alone, "{among} ns, and {alone} ns alone");
