@@ -55,7 +55,7 @@ for unit in ringdisk-vhost-user@vm ringdisk-ublk@data ringdisk-devices@lab; do
 done
 inside stat -c 'socket %a' /run/ringdisk/vm.sock
 ended "controlled" inside ringdisk ctl --socket /run/ringdisk/vm.control info --json
-dd if=/dev/urandom of=/dev/ublkb3 bs=1M count=8 oflag=direct status=none && echo "written 0"
+dd if=/dev/urandom of=/dev/ublkb3 bs=1M count=8 oflag=direct conv=fsync status=none && echo "written 0"
 
 # The server that a reload has started takes devices, and the one after a kill has them.
 ended "added" inside ringdisk ctl --socket /run/ringdisk/data.control disk-add --disk path=/srv/e.qcow2
