@@ -13,8 +13,6 @@ use crate::{Error, prepare, sockets};
 const START: Duration = Duration::from_secs(60);
 /// The longest time for a server to drain, flush and exit after SIGTERM.
 const STOP: Duration = Duration::from_secs(60);
-/// The longest time for `qemu-storage-daemon` to close the connection of a client that is gone.
-const CLOSE: Duration = Duration::from_secs(5);
 
 /// A process that serves one disk at a socket. Dropping it kills it; a test that cares calls [`stop`](Self::stop).
 #[derive(Debug)]
@@ -131,8 +129,8 @@ impl Server {
             return Err(self.wrong_end(&status.to_string(), "before it was asked to"));
         }
         if self.is_peer {
-            // What cannot be asked need not be waited for.
-            sockets::wait_until_closed(&self.socket, CLOSE).ok();
+            // Without the kernel's table it is ended at once.
+            sockets::wait_until_closed(&self.socket).ok();
         }
         self.process.ask_to_end();
         match self.process.wait_until(Instant::now() + STOP) {

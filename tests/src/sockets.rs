@@ -1,5 +1,5 @@
-//! What the kernel knows of unix sockets: who listens, and whose connections are still open. Asking a server by connecting would use
-//! up its connection.
+//! The kernel's table of unix sockets: who listens, and whose connections are still open. To ask a server by connecting would use up
+//! its connection.
 
 use std::io;
 use std::path::Path;
@@ -7,6 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::process::GLANCE;
+
+/// The longest time for a server to close the connection of a client that is gone.
+const CLOSE: Duration = Duration::from_secs(5);
 
 /// The flag of a socket that listens (`SO_ACCEPTCON`); one that is bound only is without it.
 const ACCEPTCON: &str = "00010000";
@@ -40,15 +43,15 @@ fn has_connection(path: &Path) -> io::Result<bool> {
     Ok(flags_of_bound(path)?.iter().any(|flags| flags != ACCEPTCON))
 }
 
-/// Waits until the server at `path` has closed its connections, at most for `limit`: for `qemu-storage-daemon`, which crashes now and
-/// then if it is to end while it does that (its main thread shuts the connection down that its I/O thread takes apart).
+/// Waits until the server at `path` has closed its connections, at most for five seconds. `qemu-storage-daemon` crashes now and then if
+/// it is told to end while it does that: its main thread shuts the connection down that its I/O thread takes apart.
 ///
 /// # Errors
 ///
 /// As [`listens`].
-pub fn wait_until_closed(path: &Path, limit: Duration) -> io::Result<()> {
+pub fn wait_until_closed(path: &Path) -> io::Result<()> {
     let since = Instant::now();
-    while has_connection(path)? && since.elapsed() < limit {
+    while has_connection(path)? && since.elapsed() < CLOSE {
         thread::sleep(GLANCE);
     }
     Ok(())

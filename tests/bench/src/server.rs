@@ -13,8 +13,6 @@ use crate::process::{self, Process};
 
 /// The time that a server has until it listens.
 const START: Duration = Duration::from_secs(20);
-/// The time that a server has to close the connection of a client that is gone.
-const CLOSE: Duration = Duration::from_secs(5);
 
 /// A server's program.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -147,7 +145,7 @@ impl Server {
     ///
     /// If it does not end, or ends with an error.
     pub(crate) fn stop(self) -> io::Result<()> {
-        sockets::wait_until_closed(&self.socket, CLOSE)?;
+        sockets::wait_until_closed(&self.socket)?;
         self.process.stop()
     }
 }
