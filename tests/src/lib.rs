@@ -56,7 +56,6 @@ mod process;
 mod results;
 mod scratch;
 mod server;
-pub mod sockets;
 
 pub use again::{begun_again, test_name};
 pub use error::Error;

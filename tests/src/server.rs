@@ -6,8 +6,10 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use ringdisk_gen::sockets;
+
 use crate::process::{GLANCE, Process};
-use crate::{Error, prepare, sockets};
+use crate::{Error, prepare};
 
 /// The longest time for a server to listen.
 const START: Duration = Duration::from_secs(60);

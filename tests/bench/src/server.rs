@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use lab::sockets;
+use ringdisk_gen::sockets;
 
 use crate::images::{Format, Image};
 use crate::process::{self, Process};

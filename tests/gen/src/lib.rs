@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Images are written from the specification alone, without Ringdisk's crates, so that an error in our encoder is not
-//! repeated in its test. Only [`costly`], [`watch`], [`fingerprint`], [`space`], [`kvm`] and [`patience`] do I/O
-//! or look at the clock.
+//! repeated in its test. Only [`costly`], [`watch`], [`fingerprint`], [`space`], [`kvm`],
+//! [`sockets`] and [`patience`] do I/O or look at the clock.
 //!
 //! ```
 //! use ringdisk_gen::Random;
@@ -27,6 +27,7 @@ pub mod kernel;
 pub mod kvm;
 pub mod malformed;
 pub mod patience;
+pub mod sockets;
 pub mod space;
 pub mod watch;
 

@@ -6,6 +6,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ringdisk_gen::Random;
+use ringdisk_gen::patience::wait_until;
+use ringdisk_gen::sockets::{has_connection, listens};
 use serde_json::Value;
 
 use crate::client::{BLOCK, Client};
@@ -356,10 +358,14 @@ fn clients_of_the_control_socket_do_not_disturb_the_disk() {
 #[test]
 fn last_descriptor_is_enough_for_a_client() {
     let world = World::new("cluster_size=64k", 1 << 20);
-    let server = world.serve(&["--control", "control"]);
+    let socket = world.path("control");
+    let server = world.serve(&["--control", socket.to_str().expect("a path of ours")]);
     world.wait_for_control("control");
-    // The server has closed its end of this one when the answer ends.
-    asked(&world, r#"{"command":"info"}"#);
+    // The server may not have closed its end of that client's connection, whose number will be free again.
+    assert!(listens(&socket).expect("the kernel's table of sockets"));
+    wait_until("end of the connection", || {
+        !has_connection(&socket).expect("the kernel's table of sockets")
+    });
     let folder = format!("/proc/{}/fd", server.pid());
     let in_use: Vec<u32> = std::fs::read_dir(folder)
         .expect("its descriptors")

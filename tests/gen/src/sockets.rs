@@ -6,10 +6,10 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::process::GLANCE;
-
 /// The longest time for a server to close the connection of a client that is gone.
 const CLOSE: Duration = Duration::from_secs(5);
+/// The time between two looks.
+const GLANCE: Duration = Duration::from_millis(5);
 
 /// The flag of a socket that listens (`SO_ACCEPTCON`); one that is bound only is without it.
 const ACCEPTCON: &str = "00010000";
@@ -39,7 +39,11 @@ pub fn listens(path: &Path) -> io::Result<bool> {
 }
 
 /// Returns true if there is a connection to `path` that the server has not closed, or not accepted.
-fn has_connection(path: &Path) -> io::Result<bool> {
+///
+/// # Errors
+///
+/// As [`listens`].
+pub fn has_connection(path: &Path) -> io::Result<bool> {
     Ok(flags_of_bound(path)?.iter().any(|flags| flags != ACCEPTCON))
 }
 
@@ -62,12 +66,11 @@ mod tests {
     use std::os::unix::net::{UnixListener, UnixStream};
 
     use super::*;
-    use crate::Scratch;
 
     #[test]
     fn connection_is_there_until_the_server_closes_it() {
-        let scratch = Scratch::new().unwrap();
-        let path = scratch.file("socket");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
         assert!(!listens(&path).unwrap());
         let listener = UnixListener::bind(&path).unwrap();
         assert!(listens(&path).unwrap());
