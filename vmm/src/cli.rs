@@ -78,7 +78,7 @@ struct RunArguments {
     /// Kernel: a bzImage, or an ELF file with a PVH note
     #[arg(long, value_name = "FILE", required_unless_present = "firmware")]
     kernel: Option<std::path::PathBuf>,
-    /// Firmware that boots from the disks, instead of a kernel: an ELF file with a PVH note, such as rust-hypervisor-firmware
+    /// Firmware that boots from the disks, instead of a kernel: an ELF file with a PVH note, such as EDK II's CLOUDHV.fd
     #[arg(long, value_name = "FILE", conflicts_with_all = ["kernel", "initramfs", "cmdline"])]
     firmware: Option<std::path::PathBuf>,
     /// Initial RAM file system

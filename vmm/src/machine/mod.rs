@@ -374,6 +374,12 @@ impl Machine {
             arch::KEYBOARD_PORTS,
             Box::new(arch::Keyboard(Arc::clone(stop))),
         );
+        bus.add_ports(
+            arch::TIMER_PORT,
+            arch::TIMER_PORTS,
+            Box::new(arch::AcpiTimer::new()),
+        );
+        bus.add_ports(arch::CMOS_PORT, arch::CMOS_PORTS, Box::new(arch::Cmos::new()));
         let bus = Arc::new(bus);
         let entry = arch::load(kvm.memory(), &config.payload, config.cpus)?;
         let cpus = arch::make_cpus(&kvm, config.cpus, &entry)?;

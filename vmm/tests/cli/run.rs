@@ -136,13 +136,13 @@ fn run_names_missing_files_and_invalid_values() {
             .refused(1)
     };
     assert_eq!(
-        firmware("hypervisor-fw"),
-        "cannot read the firmware hypervisor-fw: No such file or directory (os error 2)"
+        firmware("CLOUDHV.fd"),
+        "cannot read the firmware CLOUDHV.fd: No such file or directory (os error 2)"
     );
     assert_eq!(
         firmware("kernel"),
-        "kernel is not firmware for this machine: it is no ELF file; expected an ELF file with a PVH note, such as `hypervisor-fw` of \
-         rust-hypervisor-firmware"
+        "kernel is not firmware for this machine: it is no ELF file; expected an ELF file with a PVH note, such as EDK II's `CLOUDHV.fd` \
+         (Debian: cloudhv-efi-x86-64)"
     );
     let line = refused(&world, &["--initramfs", "initrd"], 1);
     assert_eq!(

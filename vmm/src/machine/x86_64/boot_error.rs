@@ -34,8 +34,8 @@ pub enum BootError {
     },
     /// The file is no firmware that can be started.
     #[error(
-        "{} is not firmware for this machine: {why}; expected an ELF file with a PVH note, such as `hypervisor-fw` of \
-         rust-hypervisor-firmware",
+        "{} is not firmware for this machine: {why}; expected an ELF file with a PVH note, such as EDK II's `CLOUDHV.fd` \
+         (Debian: cloudhv-efi-x86-64)",
         path.display()
     )]
     Firmware {

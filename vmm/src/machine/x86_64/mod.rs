@@ -9,10 +9,12 @@
 //! | [`load`] | puts kernel, initramfs, command line and tables in memory; answers where to begin |
 //! | [`make_cpus`] | makes the CPUs, the first of them at that place |
 //! | [`Power`] | the ports at which a guest switches itself off or restarts |
+//! | [`AcpiTimer`], [`Cmos`] | the clocks that firmware reads |
 
 mod acpi;
 mod boot;
 mod boot_error;
+mod clocks;
 mod cpu;
 mod hotplug_aml;
 
@@ -24,6 +26,7 @@ use kvm_ioctls::VmFd;
 
 pub(super) use boot::{check, check_command_line, load};
 pub use boot_error::BootError;
+pub(super) use clocks::{AcpiTimer, CMOS_PORT, CMOS_PORTS, Cmos, TIMER_PORT, TIMER_PORTS};
 pub(super) use cpu::make_cpus;
 
 use super::bus::Ports;
