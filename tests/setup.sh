@@ -14,7 +14,8 @@
 #   kernel-version  the version of the above
 #
 # A second folder, named in the same way, holds a newer kernel for the same root: vmlinuz, kernel-version and an
-# initramfs.cpio that brings the kernel's modules along. Where it cannot be downloaded, a file beside it says why.
+# initramfs.cpio that brings the kernel's modules along. Where it cannot be downloaded, a file beside it says why. What is needed to boot from
+# a disk with EFI is in its efi/, or efi.unavailable says why not: CLOUDHV.fd (EDK II for Cloud Hypervisor), BOOTX64.EFI (shim) and grubx64.efi.
 #
 # The folder is built aside and renamed when complete, under a lock: two users at once are safe, a
 # build that was interrupted leaves nothing that looks finished. Remove the cache to draw a newer kernel.
@@ -67,7 +68,7 @@ missing_packages() {
     busybox_is_static || echo busybox-static
     for pair in fio:fio debootstrap:debootstrap mke2fs:e2fsprogs cpio:cpio xz:xz-utils depmod:kmod gcc:gcc \
         dpkg-deb:dpkg setpriv:util-linux udevadm:udev systemd-analyze:systemd valgrind:valgrind \
-        cryptsetup:cryptsetup-bin; do
+        cryptsetup:cryptsetup-bin sfdisk:fdisk mkfs.vfat:dosfstools mcopy:mtools; do
         has "${pair%%:*}" || echo "${pair##*:}"
     done
 }
@@ -149,19 +150,35 @@ install_tools() {
 
 # --- the guest ------------------------------------------------------------------------------------
 
-# Unpacks the cloud kernel of suite $2 into $1/kernel. The suite is known only to an apt state of its own, inside
-# $1: nothing else on this machine can ever be drawn from there. The meta package names the kernel; newer suites
+# Opens the suite $2 to an apt state of its own, inside $1, with these options: nothing else on this machine can ever be drawn from there.
+options=()
+open_suite() {
+    local state=$1/apt
+    rm -rf "$state"
+    mkdir -p "$state/lists/partial" "$state/cache/archives/partial"
+    write_source "$state/suite.sources" "$2"
+    options=(-o "Dir::Etc::sourcelist=$state/suite.sources" -o Dir::Etc::sourceparts=/dev/null
+        -o Dir::Etc::preferencesparts=/dev/null -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state/cache"
+        -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o APT::Get::List-Cleanup=0)
+    apt-get -q "${options[@]}" --error-on=any update >&2
+}
+
+# Unpacks packages of the open suite into a new folder: unpack FOLDER PACKAGE…
+unpack() {
+    local folder=$1 file
+    rm -rf "$folder" "$folder.packages"
+    mkdir -p "$folder" "$folder.packages"
+    (cd "$folder.packages" && apt-get -q "${options[@]}" download "${@:2}" >&2) || return
+    for file in "$folder.packages"/*.deb; do
+        dpkg-deb -x "$file" "$folder" || return
+    done
+}
+
+# Unpacks the cloud kernel of suite $2 into $1/kernel. The meta package names the kernel; newer suites
 # have it split, and the package it names is empty but for what it depends on.
 fetch_kernel() {
     local work=$1 suite=$2 package parts
-    local state=$work/apt
-    rm -rf "$state" "$work/kernel"
-    mkdir -p "$state/lists/partial" "$state/cache/archives/partial" "$state/packages" "$work/kernel"
-    write_source "$state/kernel.sources" "$suite"
-    local options=(-o "Dir::Etc::sourcelist=$state/kernel.sources" -o Dir::Etc::sourceparts=/dev/null
-        -o Dir::Etc::preferencesparts=/dev/null -o "Dir::State::lists=$state/lists" -o "Dir::Cache=$state/cache"
-        -o Dir::State::status=/dev/null -o APT::Sandbox::User=root -o APT::Get::List-Cleanup=0)
-    apt-get -q "${options[@]}" --error-on=any update >&2 || return
+    open_suite "$work" "$suite" || return
     package=$(apt-cache "${options[@]}" show linux-image-cloud-amd64 |
         sed -nE 's/^Depends:.*(linux-image-[0-9][^ ,]*).*/\1/p' | head -n 1)
     [ -n "$package" ] || { say "$suite has no linux-image-cloud-amd64 that names a kernel"; return 1; }
@@ -169,11 +186,7 @@ fetch_kernel() {
         sed -nE 's/^ *(linux-(base|binary|modules)-[0-9][^ ]*).*/\1/p' | sort -u)
     say "unpacking $package of $suite"
     # shellcheck disable=SC2086 # a list
-    (cd "$state/packages" && apt-get -q "${options[@]}" download "$package" $parts >&2) || return
-    local file
-    for file in "$state/packages"/*.deb; do
-        dpkg-deb -x "$file" "$work/kernel" || return
-    done
+    unpack "$work/kernel" "$package" $parts || return
     # An unmerged /lib in the package, a merged one in the guest.
     if [ -d "$work/kernel/lib/modules" ]; then
         mkdir -p "$work/kernel/usr/lib"
@@ -248,6 +261,17 @@ build_guest() {
     say "the guest is ready: $target (kernel $version)"
 }
 
+# Puts firmware, shim and GRUB of the open suite into $1/out/efi.
+fetch_efi() {
+    local from=$1/efi to=$1/out/efi
+    say "unpacking firmware and boot loaders"
+    unpack "$from" cloudhv-efi-x86-64 shim-signed grub-efi-amd64-signed || return
+    mkdir -p "$to"
+    cp "$from/usr/share/cloudhv-efi-x86-64/CLOUDHV.fd" "$to/" || return
+    cp "$from/usr/lib/shim/shimx64.efi.signed" "$to/BOOTX64.EFI" || return
+    cp "$from/usr/lib/grub/x86_64-efi-signed/grubx64.efi.signed" "$to/grubx64.efi"
+}
+
 # Builds the newer kernel's folder from suite $2, or returns with the reason on standard error.
 build_newer() {
     local target=$1 suite=$2 version name file extra
@@ -280,7 +304,12 @@ build_newer() {
         "$extra/" || return
     depmod -b "$work/extra" "$version" || return
     build_initramfs "$work" "$work/kernel" "$version" "$work/out/initramfs.cpio" "$work/extra/lib/modules" || return
-    chmod 444 "$work/out"/*
+    fetch_efi "$work" || {
+        rm -rf "$work/out/efi"
+        echo "Debian's $suite did not have it when the lab was set up" >"$work/out/efi.unavailable"
+        say "WARNING: no firmware and boot loaders from $suite"
+    }
+    find "$work/out" -type f -exec chmod 444 {} +
     mv -T "$work/out" "$target" || return
     rm -rf "$work"
     say "the newer kernel is ready: $target (kernel $version of $suite)"

@@ -135,6 +135,12 @@ impl Error {
         }
     }
 
+    /// Returns true if the emulator cannot run a machine in its guest that writes CR8, as firmware does, although it should.
+    #[must_use]
+    pub fn is_of_emulated_cr8(&self) -> bool {
+        matches!(self, Self::Ended { command, status, log, .. } if fault::is_of_cr8(command, status, log))
+    }
+
     /// Returns what failed, if it was a known fault of the emulator or of the guest's own kernel: then, and only then,
     /// may a test [begin again](crate::begun_again).
     #[must_use]

@@ -9,6 +9,11 @@ use crate::results::{RESTARTED, boots, scripts_part};
 /// it remembers of a translation names a memory region that there is no more, or another one, which cannot take the access.
 const EMULATOR: [&str; 2] = ["iotlb_to_section: Assertion", "msix_table_mmio_write: Assertion"];
 
+/// The assertion with which QEMU 10.0 ends when a machine in an emulated guest writes its CR8 while an interrupt waits for it: QEMU's
+/// `helper_write_crN` tells the CPU of the interrupt without the lock that this wants. EDK II writes CR8 at the end of each interrupt;
+/// Linux does not.
+const CR8: &str = "tcg_handle_interrupt: assertion failed: (bql_locked())";
+
 /// The function in which Linux 7.2 follows a pointer of a list entry that it has deleted, seen once in 130 hand-overs on
 /// a busy machine: the ring of a process that has ended cancels its ublk commands. Seen once on the same way, and most likely the same:
 /// the entry has another use already, and the driver warns of a command that is not the one it knows.
@@ -37,9 +42,18 @@ pub(crate) fn of_machine<'a>(
 /// Returns what failed, if a QEMU that ended as `status` says, with this log, failed in its own emulation of a
 /// processor.
 pub(crate) fn of_emulator(command: &str, status: &str, log: &str) -> Option<&'static str> {
-    let aborted = command.contains("qemu-system") && status.contains("signal: 6 ");
-    let own = aborted && EMULATOR.iter().any(|assertion| log.contains(assertion));
+    let own = aborted(command, status) && EMULATOR.iter().any(|assertion| log.contains(assertion));
     own.then_some("QEMU failed in its translation of an address")
+}
+
+/// Returns true if a QEMU that ended as `status` says, with this log, failed as a machine in its guest wrote CR8.
+pub(crate) fn is_of_cr8(command: &str, status: &str, log: &str) -> bool {
+    aborted(command, status) && log.contains(CR8)
+}
+
+/// Returns true if a command that ended as `status` says is QEMU's and called `abort`.
+fn aborted(command: &str, status: &str) -> bool {
+    command.contains("qemu-system") && status.contains("signal: 6 ")
 }
 
 /// Returns what failed, if this console shows a known fault of the guest's own kernel, and nothing before it that it
@@ -83,6 +97,10 @@ mod tests {
         assert!(of_emulator("qemu-system-x86_64", aborted, ours).is_none());
         assert!(of_emulator("qemu-system-x86_64", "signal: 9 (SIGKILL)", assertion).is_none());
         assert!(of_emulator("qemu-system-x86_64", "exit status: 1", assertion).is_none());
+        let cr8 = "ERROR:accel/tcg/tcg-accel-ops.c:95:tcg_handle_interrupt: assertion failed: (bql_locked())";
+        assert!(is_of_cr8("qemu-system-x86_64 -smp 1", aborted, cr8));
+        assert!(!is_of_cr8("qemu-system-x86_64", aborted, assertion));
+        assert!(!is_of_cr8("ringdisk run", aborted, cr8));
     }
 
     #[test]

@@ -42,6 +42,7 @@
 
 mod again;
 pub mod crash;
+mod efi;
 mod error;
 mod fault;
 mod guest;
@@ -58,6 +59,7 @@ mod scratch;
 mod server;
 
 pub use again::{begun_again, test_name};
+pub use efi::{Efi, require_efi};
 pub use error::Error;
 pub use guest::{Guest, Outcome, RunningGuest};
 pub use machine::Machine;

@@ -146,7 +146,7 @@ fn setup(question: &str, cache: Option<&Path>) -> Result<(ExitStatus, String), E
 }
 
 /// Returns the folder of the newer kernel, in this cache or the usual one.
-fn newer_folder(cache: Option<&Path>) -> Result<PathBuf, Error> {
+pub(crate) fn newer_folder(cache: Option<&Path>) -> Result<PathBuf, Error> {
     let (status, said) = setup("--newer", cache)?;
     let said = said.trim();
     match status.code() {

@@ -1,6 +1,9 @@
 //! `ringdisk run` where KVM is real: in an emulated guest whose processor has AMD's extensions. The machine it runs
 //! boots the lab's Linux from an overlay through our own virtio-pci; QEMU's tools judge what is left.
 
+#[path = "run/firmware.rs"]
+mod firmware;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
