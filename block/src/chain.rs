@@ -38,14 +38,14 @@ use std::task::Poll;
 
 use crate::buffer::Buffer;
 use crate::delay::HoldOff;
-use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
+use crate::disk::{Disk, DiskInfo, DiskQueue, OpenQueueError};
 use crate::error::IoError;
 use crate::file::FileView;
 use crate::join::join_all;
 use crate::request::{Op, Request, check_range};
 use crate::status::{Content, StatusRange, StatusRanges};
 use crate::sync::Mutex;
-use crate::task::Context;
+use crate::task::{Context, LocalBoxFuture};
 use index::{Building, ChainIndex, Found, IndexReader};
 use places::PlaceRuns;
 use span::{RUNS_MAX, Run, Span};

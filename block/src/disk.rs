@@ -3,8 +3,6 @@
 //! Frontends do not depend on formats, nor formats on frontends; this module is all they share.
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -14,7 +12,7 @@ use crate::error::IoError;
 use crate::file::FileView;
 use crate::request::{Op, Request};
 use crate::status::{Content, StatusRange, StatusRanges};
-use crate::task::Context;
+use crate::task::{Context, LocalBoxFuture};
 
 /// Properties of a disk, in the units in which a frontend describes it to a guest.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -35,9 +33,6 @@ pub struct DiskInfo {
     /// True if write-zeroes is supported.
     pub write_zeroes: bool,
 }
-
-/// A future that stays on the worker that made it.
-pub type LocalBoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// Error: a queue of a disk could not be opened on a worker.
 #[derive(Debug, thiserror::Error)]

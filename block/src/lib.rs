@@ -12,7 +12,8 @@
 //! image file and its alignment rules, [`raw`] is the raw format, [`chain`] the index of long chains, [`lock`] the image locks,
 //! [`epoch`] grace periods,
 //! [`throttle`] rate limits, [`delay`] waits that a drain ends, [`rounds`] work that callers share, [`report`] log limits,
-//! [`timer`] time. [`sync`] names locks, atomics and lists of waiting tasks that a model checker replaces. The simulated world
+//! [`timer`] time, [`event`] what wakes a thread. [`sync`] names locks, atomics and lists of waiting tasks that a model checker
+//! replaces. The simulated world
 //! is a crate of its own, `ringdisk-simulator`.
 //!
 //! A sector is written durably to a raw disk and read back, on plain system calls:
@@ -54,6 +55,7 @@ pub mod disk;
 mod door;
 pub mod epoch;
 pub mod error;
+pub mod event;
 pub mod file;
 mod handle;
 mod join;
@@ -77,8 +79,8 @@ pub mod timer;
 pub mod worker;
 
 pub use buffer::{AlignedBuf, Buffer, RegisteredSlot, Registration, RegistrationError};
-pub use disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError, ask};
+pub use disk::{Disk, DiskInfo, DiskQueue, OpenQueueError, ask};
 pub use error::IoError;
 pub use join::join_all;
 pub use request::{CompletionSink, Done, Op, Request};
-pub use task::Context;
+pub use task::{Context, LocalBoxFuture};

@@ -24,10 +24,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::chain::{ChainIndexes, LayerIdentity};
-use crate::disk::{Disk, LocalBoxFuture, OpenQueueError};
+use crate::disk::{Disk, OpenQueueError};
 use crate::file::{FileOptions, ImageFile, OpenFileError, OpenFiles};
 use crate::lock::{LockError, LockGranularity, LockMode, LockSet};
-use crate::task::Context;
+use crate::task::{Context, LocalBoxFuture};
 
 /// The most images a chain may have.
 pub const CHAIN_DEPTH_MAX: usize = 64;

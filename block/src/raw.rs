@@ -17,13 +17,13 @@ use smallvec::smallvec;
 
 use crate::buffer::Piece;
 use crate::delay::HoldOff;
-use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
+use crate::disk::{Disk, DiskInfo, DiskQueue, OpenQueueError};
 use crate::error::IoError;
 use crate::file::{FileView, ImageFile};
 use crate::open::{Access, Format, OpenError, Opening};
 use crate::request::{Op, Request, check_range};
 use crate::status::{Content, StatusRange, StatusRanges};
-use crate::task::Context;
+use crate::task::{Context, LocalBoxFuture};
 
 /// A file or block device offered as it is.
 #[derive(Debug)]

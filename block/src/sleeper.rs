@@ -6,7 +6,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use crate::ring::signal_event;
+use crate::event::signal_event;
 use crate::sync::atomic::{AtomicBool, Ordering, fence};
 
 /// A thread that sleeps on an eventfd now and then, as others see it.

@@ -6,14 +6,12 @@
 //! Invariant: a wake-up is never lost (`Sleeper`). The worker announces its sleep *before* its last check of the
 //! queue; a waker queues *before* it checks if the worker sleeps.
 
-#![expect(unsafe_code, reason = "creates an eventfd")]
-
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -23,7 +21,7 @@ use std::time::Duration;
 use async_task::Runnable;
 
 use crate::buffer::BufferPool;
-use crate::disk::LocalBoxFuture;
+use crate::event::eventfd;
 use crate::ring::{Ring, RingError, RingKind};
 use crate::sleeper::Sleeper;
 use crate::sync::Mutex;
@@ -31,20 +29,8 @@ use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync_history::SyncHistory;
 use crate::timer::{Clock, HostClock, Sleep, Timers};
 
-/// Makes a new eventfd, blocking, close-on-exec.
-///
-/// # Errors
-///
-/// If the process has no descriptor left.
-pub fn eventfd() -> io::Result<OwnedFd> {
-    // SAFETY: no memory is passed.
-    let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: `fd` was just made and nobody else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
+/// A future that stays on the worker that made it.
+pub type LocalBoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
 
 /// The ready tasks, and the wake-up of the worker that runs them.
 pub(crate) struct RunQueue {

@@ -28,12 +28,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::delay::{Beginning, Delays, HoldOff};
-use crate::disk::{Disk, DiskInfo, DiskQueue, LocalBoxFuture, OpenQueueError};
+use crate::disk::{Disk, DiskInfo, DiskQueue, OpenQueueError};
 use crate::error::IoError;
 use crate::request::{Op, Request};
 use crate::status::StatusRange;
 use crate::sync::Mutex;
-use crate::task::Context;
+use crate::task::{Context, LocalBoxFuture};
 
 mod bucket;
 #[cfg(test)]

@@ -13,7 +13,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use block::task::eventfd;
+use block::event::eventfd;
 use block::worker::{WorkerConfig, WorkerHandle};
 use qcow::{OpenOptions, QcowDisk};
 use virtio_devices::blk::{

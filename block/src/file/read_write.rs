@@ -18,10 +18,10 @@ use smallvec::smallvec;
 use super::transfer::{Transfer, is_one_op};
 use super::view::{FileView, total};
 use crate::buffer::{AlignedBuf, Buffer, Piece};
-use crate::disk::LocalBoxFuture;
 use crate::error::IoError;
 use crate::request::{Op, Request};
 use crate::ring::{OpFuture, Pieces};
+use crate::task::LocalBoxFuture;
 
 impl FileView {
     /// Starts a read, write or flush request at `host_offset`, if it needs no bouncing. Reads and writes are one

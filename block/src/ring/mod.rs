@@ -60,7 +60,7 @@ pub use control::{ControlError, ControlRing, start_and_end};
 pub use fixed::FixedTable;
 pub use ops::{OpFuture, Pieces};
 pub use slots::EventToken;
-pub(crate) use sys::{set_timer, signal_event, timer};
+pub(crate) use sys::{set_timer, timer};
 pub use watch::Watch;
 
 pub use crate::door::{Door, FixedBuffer, LeaseError};

@@ -259,22 +259,6 @@ fn take_count(fd: RawFd) {
     let _read = unsafe { libc::read(fd, count.as_mut_ptr().cast(), count.len()) };
 }
 
-/// Adds one to an eventfd.
-pub(crate) fn signal_event(fd: RawFd) {
-    #[cfg(any(loom, shuttle))]
-    crate::sync::park::signal(|| add_one(fd));
-    #[cfg(not(any(loom, shuttle)))]
-    add_one(fd);
-}
-
-#[inline]
-fn add_one(fd: RawFd) {
-    let one = 1u64.to_ne_bytes();
-    // SAFETY: the buffer has the eight bytes an eventfd write needs. It fails only when the count is
-    // at its ceiling, and then the reader is being woken anyway.
-    let _written = unsafe { libc::write(fd, one.as_ptr().cast(), one.len()) };
-}
-
 /// Makes a timerfd, which becomes readable at its expiry.
 pub(crate) fn timer() -> io::Result<OwnedFd> {
     // SAFETY: no memory is passed.

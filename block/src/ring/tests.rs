@@ -13,6 +13,7 @@ use super::driver::Wait;
 use super::*;
 use crate::buffer::{AlignedBuf, Buffer, Piece};
 use crate::error::IoError;
+use crate::event::{eventfd, signal_event};
 use crate::handle::Kind;
 use crate::request::{CompletionSink, Op, Request};
 use crate::task;
@@ -51,7 +52,7 @@ fn ring_reports_io_wait_only_for_image_io() {
     let driver = CountingDriver::default();
     let calls = Rc::clone(&driver.calls);
     let ring = Ring::with_driver(Box::new(driver), 16, 0);
-    let event = task::eventfd().expect("an eventfd");
+    let event = eventfd().expect("an eventfd");
     let _watch = ring.watch(event, 1).expect("a watch");
     let file = ring.register(file_with(&[]).into()).expect("a registered file");
     let turn = |wait| {
@@ -101,7 +102,7 @@ fn ops_started_while_more_are_pushed_all_end() {
 fn turn_without_waiting_reaps_deferred_completions() {
     let ring =
         Ring::new(RingKind::IoUring, 16).expect("these tests need io_uring: kernel.io_uring_disabled=0");
-    let event = task::eventfd().expect("an eventfd");
+    let event = eventfd().expect("an eventfd");
     let signal = event.try_clone().expect("a duplicate");
     let _watch = ring.watch(event, 5).expect("a watch");
     ring.turn(false).expect("the watch starts");
@@ -269,7 +270,7 @@ fn pipe() -> (std::io::PipeReader, std::io::PipeWriter) {
 #[test]
 fn watch_reports_every_signal_until_dropped() {
     for ring in rings() {
-        let event = task::eventfd().expect("an eventfd");
+        let event = eventfd().expect("an eventfd");
         let watch = ring
             .watch(event.try_clone().expect("a duplicate"), 42)
             .expect("a watch");

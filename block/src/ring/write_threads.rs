@@ -24,12 +24,12 @@ use smallvec::SmallVec;
 
 use super::driver::Completion;
 use super::sys::DetachedOp;
+use crate::event::eventfd;
 use crate::sleeper::Sleeper;
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{Builder, JoinHandle, yield_now};
-use crate::task::eventfd;
 
 /// The number of writes that a thread reports together, unless it has no more to do or they are long. A worker that is
 /// woken for fewer takes turns with the thread on a machine of few CPUs; for more, its guest waits.

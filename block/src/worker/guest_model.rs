@@ -87,7 +87,7 @@ impl Owner {
     fn of_a_guest(worker: &WorkerHandle, disk: Arc<RawDisk>) -> Self {
         let memory = Arc::new(Memory::default());
         let (answers, answered) = mpsc::channel();
-        let kick = crate::task::eventfd().unwrap();
+        let kick = crate::event::eventfd().unwrap();
         let (theirs, kicked) = (Arc::clone(&memory), kick.try_clone().unwrap());
         let dropped = Arc::new(AtomicBool::new(false));
         let gone = Arc::clone(&dropped);
@@ -114,7 +114,7 @@ impl Owner {
     fn ask(&self, tags: std::ops::Range<u64>) {
         self.memory.requests.lock().extend(tags);
         if self.memory.kick.load(Ordering::SeqCst) {
-            crate::ring::signal_event(self.kick.as_raw_fd());
+            crate::event::signal_event(self.kick.as_raw_fd());
         }
     }
 }

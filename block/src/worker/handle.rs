@@ -11,12 +11,11 @@ use super::config::{FailureHook, StartWorkerError, WorkerConfig};
 use super::frontend::FrontendId;
 use super::poll_time::PollTime;
 use super::{Command, Commands, WAKE, Worker, cpus};
-use crate::disk::LocalBoxFuture;
 use crate::ring::{FixedTable, Ring, Watch};
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
 use crate::sync::thread::{self, JoinHandle};
-use crate::task::{Context, RunQueue};
+use crate::task::{Context, LocalBoxFuture, RunQueue};
 
 /// The worker has ended: it was stopped, or it failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]

@@ -101,7 +101,7 @@ fn worker_answers_all_requests_until_frontend_is_removed() {
             ..WorkerConfig::default()
         };
         let worker = WorkerHandle::spawn(config).expect("a worker");
-        let kick = crate::task::eventfd().expect("an eventfd");
+        let kick = crate::event::eventfd().expect("an eventfd");
         let kicked = kick.try_clone().expect("a duplicate");
         let (id, send, answered) = worker
             .run(move |worker| {
@@ -119,7 +119,7 @@ fn worker_answers_all_requests_until_frontend_is_removed() {
                 };
                 send.send((op, n * 4096)).expect("the frontend listens");
             }
-            crate::ring::signal_event(kick.as_raw_fd());
+            crate::event::signal_event(kick.as_raw_fd());
             if round % 10 == 0 {
                 std::thread::yield_now();
             }
@@ -221,7 +221,7 @@ fn rounds_pass_over_idle_frontends_until_they_are_kicked() {
             looks: Rc::clone(&looks),
             is_busy,
         };
-        let kick = crate::task::eventfd().expect("an eventfd");
+        let kick = crate::event::eventfd().expect("an eventfd");
         let kicks = vec![kick.try_clone().expect("a duplicate")];
         let id = worker.add(Box::new(frontend), kicks).expect("a frontend");
         (id, looks, kick)
@@ -234,7 +234,7 @@ fn rounds_pass_over_idle_frontends_until_they_are_kicked() {
     let looks = |idle: &[(FrontendId, Rc<Cell<u32>>, _)]| idle.iter().map(|(_, looks, _)| looks.get()).max();
     assert_eq!(looks(&idle), Some(1), "so many share what one may have");
     let (first, kicked, kick) = &idle[7];
-    crate::ring::signal_event(kick.as_raw_fd());
+    crate::event::signal_event(kick.as_raw_fd());
     rounds(&mut worker);
     let two = IDLE_LOOKS as u32 / 2;
     assert_eq!(

@@ -108,7 +108,7 @@ impl Belongings {
         Self {
             memory: memfd(MemfdFlags::empty()),
             sealed,
-            event: block::task::eventfd().expect("an eventfd"),
+            event: block::event::eventfd().expect("an eventfd"),
             null: File::open("/dev/null").expect("/dev/null"),
         }
     }

@@ -112,7 +112,7 @@ impl Device for Entropy {
         };
         // Here, as the guest is told at once of a queue that is not where it may be.
         drop(Virtqueue::new(self.memory.clone(), &setup)?);
-        let stop = block::task::eventfd()?;
+        let stop = block::event::eventfd()?;
         let source = Source {
             memory: self.memory.clone(),
             setup,

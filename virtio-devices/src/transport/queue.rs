@@ -36,7 +36,7 @@ impl PciQueue {
             addresses: NOWHERE,
             enabled: false,
             interrupt: QueueInterrupt::new(vectors),
-            kick: block::task::eventfd()?,
+            kick: block::event::eventfd()?,
             next_available: 0,
             running: false,
         })

@@ -73,7 +73,7 @@ impl Machine for Bench {
     }
 
     fn interrupt(&self) -> io::Result<Box<dyn Interrupt>> {
-        let event = block::task::eventfd()?;
+        let event = block::event::eventfd()?;
         let mut interrupts = self.interrupts.lock();
         interrupts.push(event.try_clone()?);
         Ok(Box::new(BenchInterrupt {

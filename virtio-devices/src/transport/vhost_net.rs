@@ -153,7 +153,7 @@ impl VhostNet {
             features: known & bits(&OF_KERNEL) | bits(&OF_TAP) | 1 << VIRTIO_NET_F_MAC,
             config: mac.0,
             is_set_up: false,
-            nobody: block::task::eventfd().map_err(VhostNetError::Host)?,
+            nobody: block::event::eventfd().map_err(VhostNetError::Host)?,
         })
     }
 

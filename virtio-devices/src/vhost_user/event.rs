@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn signal_neither_blocks_nor_fails_on_a_full_eventfd() {
-        let eventfd = block::task::eventfd().expect("an eventfd");
+        let eventfd = block::event::eventfd().expect("an eventfd");
         let mut client = File::from(eventfd.try_clone().expect("a duplicate"));
         client
             .write_all(&(u64::MAX - 1).to_ne_bytes())
@@ -211,7 +211,7 @@ mod tests {
     #[test]
     fn signal_uses_only_the_newest_eventfd() {
         let pair = || {
-            let fd = block::task::eventfd().expect("an eventfd");
+            let fd = block::event::eventfd().expect("an eventfd");
             (File::from(fd.try_clone().expect("a duplicate")), File::from(fd))
         };
         let ((old_ours, old), (new_ours, mut new)) = (pair(), pair());
@@ -222,7 +222,7 @@ mod tests {
         event.signal();
         let mut count = [0; 8];
         new.read_exact(&mut count).expect("the counter");
-        let empty = block::task::eventfd().expect("an eventfd");
+        let empty = block::event::eventfd().expect("an eventfd");
         assert!(!wait_ready(old.as_fd(), empty.as_fd()));
     }
 

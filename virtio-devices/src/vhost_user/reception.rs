@@ -170,7 +170,7 @@ impl Reception {
         let reception = Self {
             stop,
             epoll: Epoll::new()?,
-            called: block::task::eventfd()?.into(),
+            called: block::event::eventfd()?.into(),
             desk: Mutex::default(),
             work: Condvar::new(),
             threads_at_once: 2 * cpus,

@@ -63,7 +63,7 @@ impl StopToken {
     /// If the process has no descriptor left.
     pub fn new() -> io::Result<Self> {
         let inner = Inner {
-            event: block::task::eventfd()?.into(),
+            event: block::event::eventfd()?.into(),
             state: Mutex::default(),
         };
         Ok(Self {

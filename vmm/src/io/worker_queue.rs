@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use block::event::eventfd;
 use block::status::StatusRange;
-use block::task::eventfd;
 use block::worker::{Frontend, FrontendId, StartWorkerError, WorkerConfig, WorkerGone, WorkerHandle};
 use block::{Context, Disk, DiskQueue, IoError, OpenQueueError};
 

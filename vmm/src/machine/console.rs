@@ -244,7 +244,7 @@ impl Console {
         };
         let end = match source {
             Some(source) => {
-                let event = block::task::eventfd().map_err(at("its events".as_ref()))?;
+                let event = block::event::eventfd().map_err(at("its events".as_ref()))?;
                 let end = event.try_clone().map_err(at("its events".as_ref()))?;
                 let input = Input {
                     end,

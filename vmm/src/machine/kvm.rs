@@ -260,7 +260,7 @@ impl Machine for KvmBus {
     }
 
     fn interrupt(&self) -> io::Result<Box<dyn Interrupt>> {
-        let fd = block::task::eventfd()?;
+        let fd = block::event::eventfd()?;
         let event = as_event(fd.as_fd())?;
         let mut routes = self.0.routes.lock();
         let gsi = match routes.free.pop() {

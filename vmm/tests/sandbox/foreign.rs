@@ -49,7 +49,7 @@ impl Machine for Idle {
     }
 
     fn interrupt(&self) -> std::io::Result<Box<dyn Interrupt>> {
-        Ok(Box::new(IdleInterrupt(block::task::eventfd()?)))
+        Ok(Box::new(IdleInterrupt(block::event::eventfd()?)))
     }
 }
 

@@ -202,7 +202,7 @@ fn live() {
         assert_eq!(thread.join().expect("a thread"), u64::from(number) << 20);
     }
     std::thread::sleep(std::time::Duration::from_millis(1));
-    block::task::eventfd().expect("an eventfd");
+    block::event::eventfd().expect("an eventfd");
 }
 
 fn open_at(path: &Path, flags: libc::c_int) -> [usize; 6] {

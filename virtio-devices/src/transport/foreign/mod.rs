@@ -129,7 +129,7 @@ impl Foreign {
             is_set_up: false,
             accepted: 0,
             running: (0..config.num_queues).map(|_| None).collect(),
-            nobody: block::task::eventfd().map_err(BackendError::Host)?,
+            nobody: block::event::eventfd().map_err(BackendError::Host)?,
         }));
         Ok(Self {
             connector: Connector::start(&state, &config.socket, patience, config.on_start)?,
