@@ -14,7 +14,7 @@ use crate::net_config::NetConfig;
 use crate::serve::ServeArguments;
 use crate::ublk::arguments::UblkCommand;
 use crate::vhost_user::arguments::VhostUserArguments;
-use crate::{ctl, image, io, limits, logging, metrics, once, run as machine_run, size, socket, ublk};
+use crate::{ctl, disks, image, io, limits, logging, metrics, run as machine_run, size, socket, ublk};
 
 /// Fast and safe QCOW2 disks for virtual machines and the host.
 #[derive(Debug, Parser)]
@@ -208,7 +208,7 @@ pub fn check(arguments: impl IntoIterator<Item = OsString>) -> Result<(), Comman
         Command::Io(arguments) => io_disk(&arguments).map(drop),
         Command::Ublk(UblkCommand::Add(arguments)) => {
             let groups = RateLimitGroups::parse(&arguments.serve.rate_limit_group)?;
-            own_disks(&arguments.disk, &groups).map(drop)
+            disks::parse_own(&arguments.disk, &groups).map(drop)
         }
         Command::Ublk(_) | Command::Image(_) => Ok(()),
     }
@@ -223,33 +223,9 @@ fn io_disk(arguments: &IoArguments) -> Result<DiskConfig, CommandFailure> {
     Ok(disk)
 }
 
-/// Parses the disks of a server, as [`disk_configs`] does; refuses disks that another program serves.
-pub(crate) fn own_disks(
-    disks: &[String],
-    groups: &RateLimitGroups,
-) -> Result<Vec<DiskConfig>, CommandFailure> {
-    let disks = disk_configs(disks, groups)?;
-    for disk in &disks {
-        disk.is_own()?;
-    }
-    Ok(disks)
-}
-
-/// Parses the disks of a command line and assigns each to its rate limit group.
-fn disk_configs(disks: &[String], groups: &RateLimitGroups) -> Result<Vec<DiskConfig>, CommandFailure> {
-    let mut configs = Vec::new();
-    for text in disks {
-        let mut config = DiskConfig::parse(text)?;
-        groups.join(&mut config)?;
-        configs.push(config);
-    }
-    once::check_images(&configs)?;
-    Ok(configs)
-}
-
 fn run_config(arguments: RunArguments) -> Result<machine_run::RunConfig, CommandFailure> {
     let rate_limit_groups = RateLimitGroups::parse(&arguments.rate_limit_group)?;
-    let disks = disk_configs(&arguments.disk, &rate_limit_groups)?;
+    let disks = disks::parse(&arguments.disk, &rate_limit_groups)?;
     for disk in &disks {
         machine_run::check_queues(disk, arguments.cpus).map_err(CommandFailure::Usage)?;
     }

@@ -4,8 +4,6 @@ use std::error::Error;
 use std::fmt;
 use std::io;
 
-use crate::disk_config::{DiskConfigError, RateLimitGroupError};
-
 /// The exit code of a command that did its work.
 pub const EXIT_OK: u8 = 0;
 /// The exit code of a command that failed.
@@ -53,18 +51,6 @@ impl CommandFailure {
             Self::Failed(error) => Some(one_line(&chain(error.as_ref()))),
             Self::OutputClosed | Self::Reported(_) => None,
         }
-    }
-}
-
-impl From<DiskConfigError> for CommandFailure {
-    fn from(error: DiskConfigError) -> Self {
-        Self::Usage(error.to_string())
-    }
-}
-
-impl From<RateLimitGroupError> for CommandFailure {
-    fn from(error: RateLimitGroupError) -> Self {
-        Self::Usage(error.to_string())
     }
 }
 

@@ -15,7 +15,7 @@ use qcow::image::{self as tools, ChangeError};
 use serde::Serialize;
 
 use crate::error::{CommandFailure, EXIT_OK};
-use crate::ublk::claim::refuse_claimed;
+use crate::saved_devices::claim::refuse_claimed;
 
 mod bitmap;
 mod check;

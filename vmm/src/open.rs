@@ -24,8 +24,8 @@ use qcow::{OpenOptions, Qcow2, QcowDisk, SnapshotError, TableMemory};
 
 use crate::disk_config::{DiskConfig, ImageType, WriteErrors};
 use crate::error::chain;
+use crate::saved_devices::claim::{ClaimError, refuse_claimed};
 use crate::secret_file::{SecretFile, SecretFileError};
-use crate::ublk::claim::{ClaimError, refuse_claimed};
 
 /// The first bytes of every QCOW2 image.
 const QCOW2_MAGIC: [u8; 4] = *b"QFI\xfb";

@@ -1,6 +1,7 @@
 //! Errors in a `--disk`.
 
 use super::rate;
+use crate::error::CommandFailure;
 use crate::key_value::SyntaxError;
 
 /// An invalid `--disk`.
@@ -95,4 +96,10 @@ impl DiskConfigError {
 
 fn did_you_mean(nearest: Option<&'static str>) -> String {
     nearest.map_or_else(String::new, |key| format!(" (did you mean `{key}`?)"))
+}
+
+impl From<DiskConfigError> for CommandFailure {
+    fn from(error: DiskConfigError) -> Self {
+        Self::Usage(error.to_string())
+    }
 }

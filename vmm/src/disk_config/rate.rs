@@ -11,6 +11,7 @@ use block::throttle::{Limiter, Rate, RateLimits};
 use serde_json::{Map, Value};
 
 use super::{DiskConfig, DiskConfigError, keys};
+use crate::error::CommandFailure;
 use crate::key_value::{self, SyntaxError};
 
 /// The keys of each limit: size, burst, time.
@@ -225,6 +226,12 @@ pub enum RateLimitGroupError {
         /// The name.
         id: String,
     },
+}
+
+impl From<RateLimitGroupError> for CommandFailure {
+    fn from(error: RateLimitGroupError) -> Self {
+        Self::Usage(error.to_string())
+    }
 }
 
 impl RateLimitGroupError {

@@ -14,9 +14,9 @@ use qcow::luks;
 use super::create_options::{self, Given};
 use super::{CreateArguments, on_image, open_to_read, open_to_write, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
+use crate::saved_devices::claim::refuse_claimed;
 use crate::secret_file::read_secret;
 use crate::size::parse_bytes;
-use crate::ublk::claim::refuse_claimed;
 
 /// Creates the image and prints a description.
 pub(super) fn run(arguments: &CreateArguments, out: &mut dyn Write) -> Result<u8, CommandFailure> {

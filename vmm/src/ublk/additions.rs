@@ -21,13 +21,14 @@ use super::groups::Groups;
 use super::reload::Followed;
 use super::served::{Event, Server, close};
 use super::wanted::{NewDevices, Wanted};
-use super::{claim, in_use, requests};
+use super::{in_use, requests};
 use crate::control::DiskKeys;
 use crate::disk_config::DiskConfig;
 use crate::errands::Errands;
 use crate::error::{CommandFailure, chain};
 use crate::open::OpenedDisk;
 use crate::sandbox::{self, AllowedFiles};
+use crate::saved_devices::claim;
 use crate::sd_notify::Manager;
 use crate::{image_folders, once};
 

@@ -12,14 +12,14 @@ use serde_json::json;
 use virtio_devices::ublk::{Events, RecoveringDevice, Recovery, UblkDevice, block_path};
 
 use super::by_id;
-use super::claimed_file::ClaimedFile;
 use super::priority::RaisedPriority;
 use super::served::{Event, Served, Server, ServerState};
-use super::state::{self, SavedDevice};
 use super::wanted::Wanted;
 use crate::error::CommandFailure;
 use crate::exchange::ServedDisk;
 use crate::open::{self, OpenedDisk, Opening};
+use crate::saved_devices::claimed_file::ClaimedFile;
+use crate::saved_devices::state::{self, SavedDevice};
 
 /// The longest time that I/O of a killed server may keep its image locked: as long as a request may take the driver.
 const UNLOCK_MAX: Duration = Duration::from_secs(30);

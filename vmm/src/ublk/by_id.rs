@@ -15,10 +15,10 @@ use rustix::fs::{FlockOperation, flock};
 use virtio_devices::ublk::abi::Flags;
 use virtio_devices::ublk::{Control, block_path};
 
-use super::process::is_process_alive;
-use super::state::{BLOCK_DEVICES, SavedDevice};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_OK};
+use crate::saved_devices::process::is_process_alive;
+use crate::saved_devices::state::{BLOCK_DEVICES, SavedDevice};
 
 /// The folder of the links.
 pub(super) const FOLDER: &str = "/dev/disk/by-id";

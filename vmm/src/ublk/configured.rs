@@ -17,13 +17,13 @@ use virtio_devices::ublk::block_path;
 use super::file::{DevicesFile, FileDevice};
 use super::groups::Groups;
 use super::or_recover::{self, Found};
-use super::state::SavedDevice;
 use super::upgrade::{self, Predecessor};
 use super::wanted::{self, Wanted};
 use super::{command_process, devices};
 use crate::disk_config::{DiskConfig, LIMIT_KEYS, OPENING_KEYS};
 use crate::error::CommandFailure;
 use crate::open;
+use crate::saved_devices::state::SavedDevice;
 use crate::takeover::TakeoverArguments;
 
 /// Keys besides those of limits and of the opening that a device's users do not notice either, while it has no server.

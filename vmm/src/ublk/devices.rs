@@ -8,11 +8,11 @@ use serde_json::{Value, json};
 use virtio_devices::ublk::abi::{DeviceState, Flags, SECTOR_BYTES};
 use virtio_devices::ublk::{CommandError, Control, Recovery, Transport, block_path};
 
-use super::process::is_alive;
-use super::state::{self, SavedDevice};
 use super::{by_id, command_process, in_use, page_cache};
 use crate::control::{self, Request, ask_within};
 use crate::error::{CommandFailure, EXIT_OK};
+use crate::saved_devices::process::is_alive;
+use crate::saved_devices::state::{self, SavedDevice};
 use crate::size;
 
 /// The longest time that a server may take to report its counters. One that hands over, or was stopped, takes longer.

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::process;
+use crate::saved_devices::process;
 
 /// The timeout during an upgrade, in milliseconds.
 const LOOK_MS: u32 = 100;

@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use virtio_devices::ublk::abi::DeviceState;
 use virtio_devices::ublk::{CommandError, block_path};
 
-use super::process::is_alive;
-use super::state::SavedDevice;
 use super::{command_process, devices};
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
+use crate::saved_devices::process::is_alive;
+use crate::saved_devices::state::SavedDevice;
 
 /// The state of the device with a given number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -11,12 +11,12 @@ use serde_json::Value;
 
 use super::additions::{Additions, line};
 use super::file::{DevicesFile, FileDevice};
-use super::state::SavedDevice;
 use super::wanted::Wanted;
 use crate::config_file;
 use crate::disk_config::{DiskConfig, LIMIT_KEYS};
 use crate::error::chain;
 use crate::open;
+use crate::saved_devices::state::SavedDevice;
 
 /// A file that a server follows.
 #[derive(Debug)]

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 
 use block::worker::StartHook;
 
-use super::{by_id, state};
+use super::by_id;
 use crate::error::CommandFailure;
 use crate::metrics::Address;
 use crate::sandbox::{self, AllowedFiles, Task};
+use crate::saved_devices::state;
 use crate::socket::folder_of;
 
 /// Returns the start hook of each worker.

@@ -10,12 +10,13 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use virtio_devices::ublk::{CloseError, Control, QueueEvent, UblkDevice, block_path};
 
-use super::{by_id, in_use, page_cache, state};
+use super::{by_id, in_use, page_cache};
 use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, EXIT_FAILURE};
 use crate::exchange::ServedDisk;
 use crate::metrics::{DiskReport, Source};
 use crate::open::OpenedDisk;
+use crate::saved_devices::state;
 
 /// A device and the image behind it. Dropped in this order: the image's lock goes last.
 pub(super) struct Served {

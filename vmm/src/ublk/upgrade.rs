@@ -22,11 +22,12 @@ use virtio_devices::ublk::{Recovery, block_path};
 
 use super::hand_over::{names, places};
 use super::io_timeout::ShortTimeouts;
-use super::state::SavedDevice;
-use super::{command_process, devices, process};
+use super::{command_process, devices};
 use crate::control::{AskError, HAND_OVER, Request, ask_for_disks, ask_within};
 use crate::error::CommandFailure;
 use crate::parallel;
+use crate::saved_devices::process;
+use crate::saved_devices::state::SavedDevice;
 
 /// The longest time that a server may take to list its devices.
 const PROMPT: Duration = Duration::from_secs(10);

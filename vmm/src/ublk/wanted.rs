@@ -13,9 +13,9 @@ use super::arguments::{AddArguments, ServeArguments};
 use super::groups::Groups;
 use super::or_recover::{self, Found};
 use super::sandbox;
-use super::state::SavedDevice;
 use crate::disk_config::DiskConfig;
 use crate::error::CommandFailure;
+use crate::saved_devices::state::SavedDevice;
 use crate::{once, size};
 
 /// A disk to be served, and how.

@@ -13,7 +13,7 @@ use crate::disk_config::{RateLimitGroups, table_cache_bytes};
 use crate::error::CommandFailure;
 use crate::socket::{self, Access};
 use crate::takeover::TakeoverArguments;
-use crate::{background, cli, metrics};
+use crate::{background, disks, metrics};
 
 #[derive(Args, Debug)]
 pub(crate) struct VhostUserArguments {
@@ -119,7 +119,7 @@ impl VhostUserArguments {
     /// [`CommandFailure::Usage`].
     pub(crate) fn wanted(&self, passed: &[RawFd]) -> Result<Wanted, CommandFailure> {
         let groups = RateLimitGroups::parse(&self.rate_limit_group)?;
-        let disks = cli::own_disks(&self.disk, &groups)?;
+        let disks = disks::parse_own(&self.disk, &groups)?;
         // Those that are added later may join.
         if self.images.is_empty() {
             groups.check_joined()?;

@@ -24,9 +24,9 @@ use crate::disk_config::DiskConfig;
 use crate::error::{CommandFailure, chain};
 use crate::metrics::Address;
 use crate::pid_file::PidFile;
+use crate::saved_devices::claim;
 use crate::socket::{Socket, SocketError, folder_of};
 use crate::takeover::{Offer, Wish};
-use crate::ublk::claim;
 use crate::{config_file, open, parallel, sandbox};
 
 /// Disks whose images were found, with their sockets.

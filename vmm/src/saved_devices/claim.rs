@@ -120,7 +120,7 @@ fn refuse_in(folder: &Path, devices: &Path, path: &Path, own: Option<u32>) -> Re
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ublk::claimed_file::ClaimedFile;
+    use crate::saved_devices::claimed_file::ClaimedFile;
 
     /// A folder with images, one with what is remembered, and one as `/sys/block`.
     struct World {

@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 
 /// Device and inode of a file; for a block device, whatever node it is reached by, its number.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct Identity {
+pub(crate) struct Identity {
     device: u64,
     /// `None`: it is that block device.
     inode: Option<u64>,
 }
 
 impl Identity {
-    pub(super) fn of(path: &Path) -> io::Result<Self> {
+    pub(crate) fn of(path: &Path) -> io::Result<Self> {
         let found = fs::metadata(path)?;
         Ok(if found.file_type().is_block_device() {
             Self {
@@ -34,14 +34,14 @@ impl Identity {
 
 /// A file of a device's disk, as its server had it open.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct ClaimedFile {
-    pub(super) path: PathBuf,
+pub(crate) struct ClaimedFile {
+    pub(crate) path: PathBuf,
     identity: Identity,
 }
 
 impl ClaimedFile {
     /// Returns the identity of the file at `path`; `None` if it cannot be read.
-    pub(super) fn of(path: &Path) -> Option<Self> {
+    pub(crate) fn of(path: &Path) -> Option<Self> {
         // A path such as /dev/fd/3 means another file in another process.
         let path = path.canonicalize().ok()?;
         let identity = Identity::of(&path).ok()?;
@@ -49,7 +49,7 @@ impl ClaimedFile {
     }
 
     /// Returns true if this is the file that `ublk recover` would open, or the one that was moved from its path.
-    pub(super) fn is(&self, identity: Identity) -> bool {
+    pub(crate) fn is(&self, identity: Identity) -> bool {
         Identity::of(&self.path).unwrap_or(self.identity) == identity
     }
 }

@@ -18,13 +18,13 @@ use crate::disk_config::DiskConfig;
 const FOLDER: &str = "/run/ringdisk/ublk";
 
 /// The sysfs folder that those in [`BLOCK_DEVICES`] lead to, of devices without hardware.
-pub(super) const VIRTUAL_DEVICES: &str = "/sys/devices/virtual/block";
+pub(crate) const VIRTUAL_DEVICES: &str = "/sys/devices/virtual/block";
 
 /// The sysfs folder of block devices.
-pub(super) const BLOCK_DEVICES: &str = "/sys/block";
+pub(crate) const BLOCK_DEVICES: &str = "/sys/block";
 
 /// Returns the folder of the files.
-pub(super) fn folder() -> PathBuf {
+pub(crate) fn folder() -> PathBuf {
     let user = rustix::process::geteuid();
     if user.is_root() {
         return FOLDER.into();
@@ -36,40 +36,40 @@ pub(super) fn folder() -> PathBuf {
 
 /// The saved state of one device.
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
-pub(super) struct SavedDevice {
+pub(crate) struct SavedDevice {
     /// The device's number.
-    pub(super) id: u32,
+    pub(crate) id: u32,
     /// Its server.
-    pub(super) pid: u32,
+    pub(crate) pid: u32,
     /// The `--disk` it was made with.
-    pub(super) disk: String,
+    pub(crate) disk: String,
     /// The folder that relative paths of it start in.
-    pub(super) directory: PathBuf,
+    pub(crate) directory: PathBuf,
     /// Queues that share a worker.
-    pub(super) queues_per_worker: u16,
+    pub(crate) queues_per_worker: u16,
     /// The `--rate-limit-group` that the disk is in.
     #[serde(default)]
-    pub(super) rate_limit_group: Option<String>,
+    pub(crate) rate_limit_group: Option<String>,
     /// The control socket of its server.
-    pub(super) control: PathBuf,
+    pub(crate) control: PathBuf,
     /// The `--control` of the server that made it for a request (`disk-add`), by an absolute path.
     #[serde(default)]
-    pub(super) added_by: Option<PathBuf>,
+    pub(crate) added_by: Option<PathBuf>,
     /// The configuration file that lists it, by an absolute path.
     #[serde(default)]
-    pub(super) listed_in: Option<PathBuf>,
+    pub(crate) listed_in: Option<PathBuf>,
     /// The kernel's sequence number of the device, which no other one of this boot has. `None`: an older server's.
     #[serde(default)]
-    pub(super) sequence: Option<u64>,
+    pub(crate) sequence: Option<u64>,
     /// True if the device remains, and waits, when its server is gone.
     #[serde(default = "yes")]
-    pub(super) outlives: bool,
+    pub(crate) outlives: bool,
     /// True if the host may read the contents.
     #[serde(default)]
-    pub(super) partitions: bool,
+    pub(crate) partitions: bool,
     /// The files of the disk, its own first. Empty: an older server's.
     #[serde(default)]
-    pub(super) files: Vec<ClaimedFile>,
+    pub(crate) files: Vec<ClaimedFile>,
 }
 
 fn yes() -> bool {
@@ -85,7 +85,7 @@ fn path(id: u32) -> PathBuf {
 }
 
 /// The sequence number of the block device `id` that is there now, among those in `devices`.
-pub(super) fn sequence(devices: &Path, id: u32) -> Option<u64> {
+pub(crate) fn sequence(devices: &Path, id: u32) -> Option<u64> {
     let path = devices.join(format!("ublkb{id}/diskseq"));
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
@@ -95,18 +95,18 @@ pub(super) fn sequence(devices: &Path, id: u32) -> Option<u64> {
 /// # Errors
 ///
 /// The error of the system call.
-pub(super) fn make_folder() -> io::Result<()> {
+pub(crate) fn make_folder() -> io::Result<()> {
     use std::os::unix::fs::DirBuilderExt;
     fs::DirBuilder::new().recursive(true).mode(0o700).create(folder())
 }
 
 /// Returns the path of the control socket of server process `pid`.
-pub(super) fn socket(pid: u32) -> PathBuf {
+pub(crate) fn socket(pid: u32) -> PathBuf {
     folder().join(format!("server-{pid}.sock"))
 }
 
 /// Removes the sockets in `folder` of servers that were killed: their processes are not there.
-pub(super) fn sweep(folder: &Path) {
+pub(crate) fn sweep(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok) {
         let name = entry.file_name();
         let pid = name
@@ -126,7 +126,7 @@ impl SavedDevice {
     /// # Errors
     ///
     /// The error of the system call.
-    pub(super) fn store(&self) -> io::Result<()> {
+    pub(crate) fn store(&self) -> io::Result<()> {
         make_folder()?;
         let aside = folder().join(format!("{}.{}", self.id, self.pid));
         fs::write(&aside, serde_json::to_vec(self)?)?;
@@ -135,19 +135,19 @@ impl SavedDevice {
 
     /// Returns the saved state of device `id`; `None` if there is none, or it is invalid.
     #[must_use]
-    pub(super) fn load(id: u32) -> Option<Self> {
+    pub(crate) fn load(id: u32) -> Option<Self> {
         Self::load_from(&folder(), id)
     }
 
     /// As [`SavedDevice::load`], from `folder`.
-    pub(super) fn load_from(folder: &Path, id: u32) -> Option<Self> {
+    pub(crate) fn load_from(folder: &Path, id: u32) -> Option<Self> {
         let state: Self = serde_json::from_slice(&fs::read(path_in(folder, id)).ok()?).ok()?;
         (state.id == id).then_some(state)
     }
 
     /// Returns true if the device that has this number now, among those in `devices`, is the one that is remembered. Of
     /// one that an older server made, only the number is known.
-    pub(super) fn is_of_present_device(&self, devices: &Path) -> bool {
+    pub(crate) fn is_of_present_device(&self, devices: &Path) -> bool {
         match self.sequence {
             Some(known) => sequence(devices, self.id) == Some(known),
             None => devices.join(format!("ublkb{}", self.id)).exists(),
@@ -155,7 +155,7 @@ impl SavedDevice {
     }
 
     /// The claimed files of the disk, its own first.
-    pub(super) fn claimed(&self) -> Vec<ClaimedFile> {
+    pub(crate) fn claimed(&self) -> Vec<ClaimedFile> {
         if !self.files.is_empty() {
             return self.files.clone();
         }
@@ -166,7 +166,7 @@ impl SavedDevice {
 }
 
 /// Forgets device `id`, if `pid` is its server or `None`.
-pub(super) fn forget(id: u32, pid: Option<u32>) {
+pub(crate) fn forget(id: u32, pid: Option<u32>) {
     if pid.is_none_or(|pid| SavedDevice::load(id).is_some_and(|state| state.pid == pid)) {
         // A file that is not there is forgotten.
         fs::remove_file(path(id)).unwrap_or_default();
