@@ -1,4 +1,4 @@
-//! What is remembered of block devices: the state of each, and the images that devices without a server claim.
+//! The memory of block devices: the saved state of each, and the images that devices without a server claim.
 //!
 //! The servers of devices (`ublk`) write it; whoever opens an image for writing asks it first.
 
