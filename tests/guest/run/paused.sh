@@ -4,19 +4,21 @@ modprobe -a tun vhost_net
 printf '#cloud-config\nhostname: paused\n' >user-data
 run count --control control --cloud-init user-data $NETWORK & machine=$!
 connect
+# wrote WHEN: says the guest's last count of which the whole line has come from its serial port. `read` leaves out the beginning of a line.
+wrote() { while read -r line; do echo "$1 $line"; done <count.log | tr -d '\r' | grep ' wrote [0-9]*$' | tail -n 1; }
 heard() { busybox ping -c 1 -W 1 192.0.2.2 >/dev/null; }
 wait_for count "wrote 20"
 ctl info | sed 's/^/before /'
 soon 20 heard && echo "heard before"
 ctl snapshot-create data.qcow2 gone | sed 's/^/first /'
-grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/live /'
+wrote live
 ctl snapshot-create data.qcow2 live | sed 's/^/second /'
 ctl snapshot-delete data.qcow2 name=gone | sed 's/^/deleted /'
 ctl snapshot-list data.qcow2 | sed 's/^/listed /'
 refused taken snapshot-create data.qcow2 live
 refused unforced snapshot-apply data.qcow2 live
 ctl pause >/dev/null
-grep -o 'wrote [0-9]*' count.log | tail -n 1 | sed 's/^/last /'
+wrote last
 ctl info | sed 's/^/paused /'
 heard || echo "silent paused"
 cp data.qcow2 copy.qcow2
