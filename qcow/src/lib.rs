@@ -6,11 +6,12 @@
 //!              │  └── load, write back ──────────────▼
 //!              └──data ops──▶ block::file         format (pure functions over bytes)
 //!
-//!  image: create, open, describe, check, repair
+//!  open ──▶ engine     offline ──▶ open, engine     image: create, describe, check, repair
 //! ```
 //!
-//! [`mod@format`] is what is on disk; `metadata` what is in memory; `engine` executes requests; [`image`] has the
-//! operations on whole images. Open an image with [`QcowDisk::open`] and use it as a [`block::Disk`]:
+//! [`mod@format`] is what is on disk; `metadata` what is in memory; `engine` executes requests. [`image`] works on an
+//! image's file without the engine; [`offline`] has the engine change an image that is not served. Open an image with
+//! [`QcowDisk::open`] and use it as a [`block::Disk`]:
 //!
 //! ```
 //! use block::file::{FileOptions, ImageFile};
@@ -48,10 +49,14 @@ pub mod image;
 mod invariant;
 pub mod luks;
 mod metadata;
+pub mod offline;
+mod open;
 
+pub use block::open::OpenError;
 pub use engine::{
     BitmapChange, BitmapStorage, BitmapsError, CompactError, CompactOptions, CompactProgress, Compacted,
     DiskSize, EngineCounts, Fixed, FixedClusters, MappingReader, QcowDisk, ShrinkError, SnapshotError,
     SnapshotSelector, TableMemory,
 };
-pub use image::{OpenError, OpenOptions, Qcow2};
+pub use metadata::cluster_use::StructureError;
+pub use open::{BITMAPS_MEMORY_DEFAULT_BYTES, ImageError, L2_CACHE_DEFAULT_MAX_BYTES, OpenOptions, Qcow2};

@@ -1,5 +1,8 @@
 //! The house rules that a machine can check, over the files that git tracks.
 
+#[path = "tidy/modules.rs"]
+mod modules;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

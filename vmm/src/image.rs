@@ -11,7 +11,8 @@ use block::Context;
 use block::file::{FileOptions, FileView, ImageFile};
 use block::lock::{LockError, LockGranularity, LockMode, LockSet};
 use clap::{Args, Subcommand};
-use qcow::image::{self as tools, ChangeError};
+use qcow::image as tools;
+use qcow::offline::ChangeError;
 use serde::Serialize;
 
 use crate::error::{CommandFailure, EXIT_OK};

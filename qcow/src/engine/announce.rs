@@ -13,15 +13,27 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::canary::{Rule, broken};
+use block::file::FileView;
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use block::{AlignedBuf, IoError};
 
 use super::turn::Turns;
 use super::{Queue, bitmaps, header};
-use crate::format::{Autoclear, BitmapFlags};
-use crate::image::bitmaps::Mark;
+use crate::format::bitmap::BITMAP_FLAGS_AT;
+use crate::format::{Autoclear, BitmapDirectoryEntry, BitmapFlags, Header};
+use crate::image::ReadError;
+use crate::image::bitmaps::{BitmapDirectoryError, consistent_bitmaps, for_each_bitmap};
 use crate::metadata::dirty_bits::DirtyBitmaps;
+
+/// The place and value of a bitmap's flags.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Mark {
+    /// The offset in bytes.
+    pub(crate) offset: u64,
+    /// The flags as they are on disk.
+    pub(crate) flags: BitmapFlags,
+}
 
 /// The marks and bits to write before a change.
 #[derive(Debug, Default)]
@@ -35,8 +47,29 @@ pub(crate) struct Announcement {
 }
 
 impl Announcement {
+    /// Returns the announcement of the bitmaps that nobody has marked as in use yet.
+    ///
+    /// # Errors
+    ///
+    /// [`BitmapDirectoryError`]; the caller may then clear [`Autoclear::BITMAPS`] instead, which leaves the bitmaps' clusters as leaks.
+    pub(crate) async fn read(file: &FileView, header: &Header) -> Result<Self, BitmapDirectoryError> {
+        let mut found = Self::default();
+        let Some(extension) = consistent_bitmaps(header) else {
+            return Ok(found);
+        };
+        let file_len = file.len().map_err(ReadError::Length)?;
+        let each = |at: u64, entry: BitmapDirectoryEntry| {
+            found.add(Mark {
+                offset: at + BITMAP_FLAGS_AT as u64,
+                flags: entry.flags,
+            });
+        };
+        for_each_bitmap(file, header, &extension, file_len, each).await?;
+        Ok(found)
+    }
+
     /// Adds a bitmap, unless somebody has marked it as in use.
-    pub(crate) fn add(&mut self, mark: Mark) {
+    pub(super) fn add(&mut self, mark: Mark) {
         if mark.flags.contains(BitmapFlags::IN_USE) {
             return;
         }

@@ -23,7 +23,7 @@ pub(super) use keep::{are_durable, are_unstored, load, mark_all, prepare, store}
 pub(super) use relocate::{for_each_at_rest, move_below};
 use tables::{Tables, place_of};
 
-use super::announce::Announcement;
+use super::announce::{Announcement, Mark};
 use super::switch::{Stopped, Switch};
 use super::{QcowDisk, Queue, exclusive, flush};
 use crate::format::bitmap::{
@@ -34,7 +34,7 @@ use crate::format::{
     BitmapCluster, BitmapDirectoryEntry, BitmapFlags, BitmapTableEntry, BitmapsExtension, BitmapsLayout,
     ClusterUse, Geometry, HostCluster, HostOffset, Version,
 };
-use crate::image::bitmaps::{Mark, consistent_bitmaps, for_each_bitmap};
+use crate::image::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use crate::image::references::{GUARDED_CLUSTERS_MAX, GUARDED_ENTRIES_MAX, for_each_reference};
 use crate::image::{BitmapList, ReadError};
 use crate::metadata::Counted;
@@ -83,7 +83,7 @@ impl QcowDisk {
     }
 
     /// Changes a persistent bitmap, durably. Requests of all queues wait meanwhile. The counts are believed, as for all that
-    /// a served disk does; [`image::change_bitmap`](crate::image::change_bitmap) checks them first.
+    /// a served disk does; [`offline::change_bitmap`](crate::offline::change_bitmap) checks them first.
     ///
     /// # Errors
     ///

@@ -68,6 +68,7 @@ pub use reader::MappingReader;
 use reclaim::Freeing;
 pub use shrink::ShrinkError;
 pub use snapshots::{DiskSize, SnapshotError, SnapshotSelector};
+pub(crate) use snapshots::{disk_size_max, header_of};
 pub use table_memory::TableMemory;
 
 /// The image below this one.

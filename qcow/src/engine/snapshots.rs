@@ -16,6 +16,7 @@
 mod apply;
 mod create;
 mod delete;
+mod entry;
 pub(super) mod error;
 mod kept;
 mod prepare;
@@ -26,6 +27,8 @@ use std::time::SystemTime;
 use block::{AlignedBuf, Context, IoError};
 
 pub use apply::DiskSize;
+use entry::l1_table;
+pub(crate) use entry::{disk_size_max, header_of};
 use error::L2_TABLES_BYTES_MAX;
 pub use error::{SnapshotError, SnapshotSelector};
 
@@ -42,7 +45,6 @@ use crate::format::{
 use crate::image::ReadError;
 use crate::image::read::{SnapshotTableError, for_each_snapshot};
 use crate::image::references::for_each_reference;
-use crate::image::snapshots::l1_table;
 use crate::metadata::Counted;
 
 impl QcowDisk {

@@ -1,47 +1,12 @@
-//! Persistent bitmaps: reading their directory, finding those that a write makes out of date, and changes of those of an
-//! image that is not served.
-//!
-//! The engine keeps those of a disk that is served. Before the guest first writes it marks each one that records changes as in use, as
-//! QEMU does, unless it is durable. So every program knows that what is stored is out of date, and its clusters stay accounted for.
-
-use std::path::Path;
+//! Reads of the directory of persistent bitmaps.
 
 use block::file::FileView;
 
-use super::change::{ChangeError, change_image};
 use super::read::{PART, Parts, ReadError};
-use super::sound::{UnsoundError, require_sound};
-use crate::engine::Announcement;
 use crate::format::bitmap::{
-    BITMAP_DIRECTORY_MAX_BYTES, BITMAP_EXTRA_MAX, BITMAP_FIXED_SIZE, BITMAP_FLAGS_AT, BITMAPS_MAX,
-    BitmapError,
+    BITMAP_DIRECTORY_MAX_BYTES, BITMAP_EXTRA_MAX, BITMAP_FIXED_SIZE, BITMAPS_MAX, BitmapError,
 };
-use crate::format::{
-    Autoclear, BitmapDirectoryEntry, BitmapFlags, BitmapsExtension, ClusterUse, Header, Version,
-};
-use crate::{BitmapChange, BitmapsError};
-
-/// A change of an image's bitmaps failed.
-pub type ChangeBitmapsError = ChangeError<BitmapsError>;
-
-/// Changes a bitmap of the image at `path`, which is checked first. If that finds errors, only a removal is made, and nothing is
-/// freed: what the bitmap had becomes leaked clusters.
-///
-/// # Errors
-///
-/// [`ChangeBitmapsError`]; with the bitmaps as they were unless it says otherwise.
-pub fn change_bitmap(path: &Path, name: &str, change: &BitmapChange) -> Result<(), ChangeBitmapsError> {
-    change_image(path, async |disk, cx| {
-        let view = disk.shared.file.view(cx);
-        let view = view.map_err(BitmapsError::Queue)?;
-        let frees = match require_sound(&view).await {
-            Ok(()) => true,
-            Err(UnsoundError::Errors { .. }) if *change == BitmapChange::Remove => false,
-            Err(error) => return Err(error.into()),
-        };
-        disk.change_bitmap_freeing(cx, name, change, frees).await
-    })
-}
+use crate::format::{Autoclear, BitmapDirectoryEntry, BitmapsExtension, ClusterUse, Header, Version};
 
 /// The bitmap directory cannot be used.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -71,7 +36,7 @@ pub enum BitmapDirectoryError {
 }
 
 /// Returns the place of the bitmaps, if the image has some that are consistent with its metadata.
-pub fn consistent_bitmaps(header: &Header) -> Option<BitmapsExtension> {
+pub(crate) fn consistent_bitmaps(header: &Header) -> Option<BitmapsExtension> {
     let valid = header.version == Version::V3 && header.autoclear.contains(Autoclear::BITMAPS);
     header.bitmaps().filter(|_| valid)
 }
@@ -157,35 +122,4 @@ pub(crate) async fn for_each_bitmap(
         });
     }
     Ok(())
-}
-
-/// The place and value of a bitmap's flags.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(crate) struct Mark {
-    /// The offset in bytes.
-    pub(crate) offset: u64,
-    /// The flags as they are on disk.
-    pub(crate) flags: BitmapFlags,
-}
-
-/// Returns the announcement of the bitmaps that nobody has marked as in use yet.
-///
-/// # Errors
-///
-/// [`BitmapDirectoryError`]; the caller may then clear [`Autoclear::BITMAPS`] instead, which
-/// leaves the bitmaps' clusters as leaks.
-pub(crate) async fn marks(file: &FileView, header: &Header) -> Result<Announcement, BitmapDirectoryError> {
-    let mut found = Announcement::default();
-    let Some(extension) = consistent_bitmaps(header) else {
-        return Ok(found);
-    };
-    let file_len = file.len().map_err(ReadError::Length)?;
-    let each = |at: u64, entry: BitmapDirectoryEntry| {
-        found.add(Mark {
-            offset: at + BITMAP_FLAGS_AT as u64,
-            flags: entry.flags,
-        });
-    };
-    for_each_bitmap(file, header, &extension, file_len, each).await?;
-    Ok(found)
 }

@@ -15,7 +15,7 @@ use crate::format::references::{Entry, Reference};
 use crate::format::{BitmapDirectoryEntry, ClusterUse, CryptMethod, Header, HostOffset, L1Entry};
 
 /// Returns the places of the tables of snapshots and bitmaps.
-pub(super) async fn guarded_tables(file: &FileView, header: &Header, file_len: u64) -> Vec<Reference> {
+pub(crate) async fn guarded_tables(file: &FileView, header: &Header, file_len: u64) -> Vec<Reference> {
     let mut found = Found {
         file,
         header,

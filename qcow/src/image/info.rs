@@ -8,6 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use block::file::FileView;
 use serde::{Deserialize, Serialize};
 
+use super::backing::full_backing_name;
 use super::bitmaps::{BitmapDirectoryError, consistent_bitmaps, for_each_bitmap};
 use super::keys::read_luks;
 use super::read::{ReadError, for_each_snapshot, read_header};
@@ -268,17 +269,6 @@ fn actual_size(file: &FileView) -> Option<u64> {
     let fd = file.file().as_fd().try_clone_to_owned().ok()?;
     let metadata = File::from(fd).metadata().ok()?;
     Some(metadata.blocks().saturating_mul(512))
-}
-
-/// Returns the backing file's path. Names with a protocol, such as `json:`, are not paths.
-fn full_backing_name(file: &FileView, name: &str) -> String {
-    let protocol = name
-        .split_once(':')
-        .is_some_and(|(protocol, _)| !protocol.contains('/'));
-    match file.file().path().parent() {
-        Some(folder) if !protocol => folder.join(name).display().to_string(),
-        _ => name.to_owned(),
-    }
 }
 
 /// The most bytes of names that a list may hold. Names that are not UTF-8 take three times as much, and are written

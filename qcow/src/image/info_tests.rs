@@ -2,9 +2,11 @@
 
 use serde_json::Value;
 
+use super::bitmaps::{consistent_bitmaps, for_each_bitmap};
 use super::testing::World;
 use super::*;
-use crate::format::BitmapFlags;
+use crate::format::bitmap::BITMAP_FLAGS_AT;
+use crate::format::{BitmapDirectoryEntry, BitmapFlags};
 use block::AlignedBuf;
 
 fn ours(world: &World, name: &str) -> Value {
@@ -59,12 +61,18 @@ fn info_lists_snapshots_and_bitmaps_as_qemu_does() {
     }
     assert_agrees(&world, "disk.qcow2");
     world.on("disk.qcow2", async |file| {
-        let header = read_header(&file).await.unwrap().header;
-        let found = bitmaps::marks(&file, &header).await.unwrap();
-        assert_eq!((found.recording.len(), found.disabled.len()), (2, 0));
-        for mark in found.recording {
-            let flags = (mark.flags | BitmapFlags::IN_USE).bits().to_be_bytes();
-            let written = file.write_at(mark.offset, AlignedBuf::from_slice(&flags));
+        let Located { header, file_len } = read_header(&file).await.unwrap();
+        let extension = consistent_bitmaps(&header).expect("bitmaps");
+        let mut found = Vec::new();
+        let each = |at, entry: BitmapDirectoryEntry| found.push((at, entry.flags));
+        for_each_bitmap(&file, &header, &extension, file_len, each)
+            .await
+            .unwrap();
+        assert_eq!(found.len(), 2);
+        for (at, flags) in found {
+            assert!(flags.contains(BitmapFlags::AUTO), "{flags:?}");
+            let flags = (flags | BitmapFlags::IN_USE).bits().to_be_bytes();
+            let written = file.write_at(at + BITMAP_FLAGS_AT as u64, AlignedBuf::from_slice(&flags));
             written.await.unwrap();
         }
     });

@@ -5,41 +5,32 @@
 //!
 //! Invariants:
 //! - an image is untrusted, so memory and time are bounded by the file's length, never by a number in it;
-//! - only `create`, `repair` and `keys` write; `overlay` has `create` write, `snapshots`, `bitmaps`, `resize` and `compact` the
-//!   engine.
+//! - only `create`, `repair` and `keys` write. [`offline`](crate::offline) has the changes that the engine makes.
 
-pub mod bitmaps;
-mod change;
+mod backing;
+pub(crate) mod bitmaps;
 pub mod check;
-mod compact;
 mod counts;
 pub mod create;
-mod guarded_tables;
+pub(crate) mod guarded_tables;
 pub mod info;
 pub mod keys;
 mod layout;
-pub mod open;
-mod overlay;
 pub mod read;
 pub(crate) mod references;
 pub mod repair;
-pub mod resize;
-pub mod snapshots;
 mod sound;
 
-pub use bitmaps::{ChangeBitmapsError, change_bitmap};
-pub use change::ChangeError;
+pub use backing::backing_path;
+pub use bitmaps::BitmapDirectoryError;
 pub use check::{CheckError, CheckReport, Finding, Severity, Verdict, check, check_within};
-pub use compact::{CompactImageError, compact_image};
 pub use create::{CreateError, CreateOptions, NewDataFile, Preallocation, create, create_with_data_file};
 pub use info::{BitmapList, ImageInfo, SnapshotList, info};
 pub use keys::{KeysError, add_key, list_keys, remove_key};
-pub use open::{ImageError, OpenError, OpenOptions, Qcow2, StructureError, backing_path};
 pub use read::{Located, ReadError, read_header};
 pub use repair::{RepairError, RepairReport, RepairScope, rebuild_refcounts, repair};
-pub use resize::{NewSize, ResizeError, ResizeOptions, resize};
-pub use snapshots::{ChangeSnapshotsError, apply_snapshot, create_snapshot, delete_snapshot};
 pub use sound::UnsoundError;
+pub(crate) use sound::require_sound;
 
 #[cfg(test)]
 mod check_tests;

@@ -34,7 +34,7 @@ pub enum UnsoundError {
 /// # Errors
 ///
 /// [`UnsoundError`].
-pub(super) async fn require_sound(file: &FileView) -> Result<(), UnsoundError> {
+pub(crate) async fn require_sound(file: &FileView) -> Result<(), UnsoundError> {
     let report = check(file).await?;
     let errors = report.corruptions + report.check_errors;
     if errors == 0 {

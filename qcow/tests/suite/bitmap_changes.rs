@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::bitmap_bits::{bitmaps, entries};
 use crate::common::{Folder, OFFSET_MASK, chain, close, open, patch, u64_at};
 use block::Context;
-use qcow::image::change_bitmap;
+use qcow::offline::change_bitmap;
 use qcow::{BitmapChange, OpenOptions};
 use ringdisk_gen::Random;
 

@@ -12,7 +12,8 @@ use block::Context;
 use block::ring::RingKind;
 use qcow::format::BitmapFlags;
 use qcow::format::bitmap::BITMAP_FLAGS_AT;
-use qcow::image::{ChangeError, UnsoundError, compact_image};
+use qcow::image::UnsoundError;
+use qcow::offline::{ChangeError, compact_image};
 use qcow::{BitmapStorage, CompactError, CompactOptions, Compacted, Fixed, OpenOptions};
 use ringdisk_gen::Random;
 

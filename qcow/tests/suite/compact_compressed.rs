@@ -6,7 +6,7 @@ use std::time::UNIX_EPOCH;
 use crate::common::{Folder, Lane, assert_same, close, open};
 use crate::compact::{IMAGE, change, compact_wholly, options};
 use block::ring::RingKind;
-use qcow::image::create_snapshot;
+use qcow::offline::create_snapshot;
 use qcow::{CompactOptions, Compacted};
 use ringdisk_gen::Random;
 

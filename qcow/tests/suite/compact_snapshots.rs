@@ -5,7 +5,7 @@ use std::time::UNIX_EPOCH;
 
 use crate::common::{Folder, Lane, SECRET, assert_same, secret};
 use crate::compact::{IMAGE, change, compact_wholly, options};
-use qcow::image::{apply_snapshot, create_snapshot, delete_snapshot};
+use qcow::offline::{apply_snapshot, create_snapshot, delete_snapshot};
 use qcow::{OpenOptions, SnapshotSelector};
 use ringdisk_gen::Random;
 

@@ -10,8 +10,9 @@ use crate::common::{
 };
 use block::ring::RingKind;
 use block::{AlignedBuf, Context, Disk, Op};
-use qcow::image::{CreateOptions, apply_snapshot, create_snapshot};
+use qcow::image::CreateOptions;
 use qcow::luks::{self, LuksOptions, Secret};
+use qcow::offline::{apply_snapshot, create_snapshot};
 use qcow::{OpenOptions, QcowDisk, SnapshotSelector};
 use ringdisk_gen::Random;
 

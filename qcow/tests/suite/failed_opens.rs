@@ -8,7 +8,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use block::{AlignedBuf, Buffer, Context, Disk, Op};
-use qcow::image::{CreateOptions, OpenError, Verdict, check, create};
+use qcow::OpenError;
+use qcow::image::{CreateOptions, Verdict, check, create};
 use qcow::{OpenOptions, QcowDisk};
 use simulator::{Profile, SimImage, SimWorld};
 

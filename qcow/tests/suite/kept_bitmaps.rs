@@ -391,7 +391,7 @@ fn many_bitmaps_take_no_more_than_their_memory() {
             granularity: Some(64 << 10),
             enabled: true,
         };
-        qcow::image::change_bitmap(&path, &format!("b{number}"), &add).expect("a bitmap");
+        qcow::offline::change_bitmap(&path, &format!("b{number}"), &add).expect("a bitmap");
     }
     let before = std::fs::read(&path).expect("the image");
     // Too few for the directory; for some bitmaps; for all.

@@ -92,7 +92,7 @@ pub(super) fn run(command: &BitmapCommand, out: &mut dyn Write) -> Result<u8, Co
     };
     let path: &Path = &which.path;
     unclaimed(path)?;
-    tools::change_bitmap(path, &which.name, &change).map_err(|error| failure(path, error))?;
+    qcow::offline::change_bitmap(path, &which.name, &change).map_err(|error| failure(path, error))?;
     Ok(EXIT_OK)
 }
 

@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use qcow::image as tools;
 use qcow::{CompactOptions, CompactProgress, Compacted};
 
 use super::{failure, unclaimed};
@@ -49,7 +48,7 @@ pub(super) fn run(arguments: &CompactArguments, out: &mut dyn Write) -> Result<u
     let is_stopped = stop_flag()?;
     let mut line = ProgressLine::default();
     let options = CompactOptions { rate: arguments.rate };
-    let compacted = tools::compact_image(&arguments.path, secret, &options, |progress| {
+    let compacted = qcow::offline::compact_image(&arguments.path, secret, &options, |progress| {
         line.show(progress);
         match is_stopped.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),

@@ -4,7 +4,8 @@ use std::error::Error;
 use std::path::PathBuf;
 
 use clap::Args;
-use qcow::image::{self as tools, ChangeError, ImageError, NewSize, ResizeOptions};
+use qcow::ImageError;
+use qcow::offline::{ChangeError, NewSize, ResizeOptions};
 
 use super::{failure, unclaimed};
 use crate::error::{CommandFailure, EXIT_OK};
@@ -41,7 +42,7 @@ pub(super) fn run(arguments: &ResizeArguments) -> Result<u8, CommandFailure> {
         secret: arguments.secret_file.as_deref().map(read_secret).transpose()?,
     };
     unclaimed(path)?;
-    match tools::resize(path, size, &options) {
+    match qcow::offline::resize(path, size, &options) {
         Ok(_) => Ok(EXIT_OK),
         Err(error) => match missing_option(&error) {
             Some(message) => Err(CommandFailure::about(path.display(), message)),

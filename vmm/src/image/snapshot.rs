@@ -7,7 +7,8 @@ use std::time::SystemTime;
 use block::Context;
 use clap::{Args, Subcommand};
 use qcow::SnapshotSelector;
-use qcow::image::{self as tools, ChangeSnapshotsError};
+use qcow::image as tools;
+use qcow::offline::ChangeSnapshotsError;
 
 use super::{InfoArguments, failure, on_image, open_to_read, text, unclaimed, write_json};
 use crate::error::{CommandFailure, EXIT_OK};
@@ -56,7 +57,7 @@ pub(super) fn run(command: &SnapshotCommand, out: &mut dyn Write) -> Result<u8, 
     match command {
         SnapshotCommand::Create(arguments) => {
             unclaimed(&arguments.path)?;
-            let created = tools::create_snapshot(&arguments.path, &arguments.name, SystemTime::now());
+            let created = qcow::offline::create_snapshot(&arguments.path, &arguments.name, SystemTime::now());
             writeln!(
                 out,
                 "{}",
@@ -64,8 +65,8 @@ pub(super) fn run(command: &SnapshotCommand, out: &mut dyn Write) -> Result<u8, 
             )?;
         }
         SnapshotCommand::List(arguments) => list(arguments, out)?,
-        SnapshotCommand::Apply(arguments) => change(arguments, tools::apply_snapshot)?,
-        SnapshotCommand::Delete(arguments) => change(arguments, tools::delete_snapshot)?,
+        SnapshotCommand::Apply(arguments) => change(arguments, qcow::offline::apply_snapshot)?,
+        SnapshotCommand::Delete(arguments) => change(arguments, qcow::offline::delete_snapshot)?,
     }
     Ok(EXIT_OK)
 }

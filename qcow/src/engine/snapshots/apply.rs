@@ -12,13 +12,13 @@
 
 use std::rc::Rc;
 
+use super::entry::disk_size;
 use super::error::SnapshotError;
 use super::{Operation, SnapshotSelector, read_entries};
 use crate::engine::switch::Switch;
 use crate::engine::{BitmapsError, Queue, announce, bitmaps, exclusive, flush};
 use crate::format::l1::L1_ENTRY_SIZE;
 use crate::format::{HostCluster, HostOffset, L1Entry, L2TableRef, SnapshotEntry, Version};
-use crate::image::snapshots::disk_size;
 use crate::metadata::Counted;
 
 /// The disk's size when a snapshot of another size is applied.

@@ -4,11 +4,11 @@
 use std::ops::ControlFlow;
 use std::path::Path;
 
-use super::OpenOptions;
-use super::change::{ChangeError, change_image_directly};
-use super::sound::require_sound;
+use super::{ChangeError, change_image_directly};
 use crate::engine::{CompactError, CompactOptions, CompactProgress, Compacted};
+use crate::image::require_sound;
 use crate::luks::Secret;
+use crate::open::OpenOptions;
 
 /// A compaction of an image failed.
 pub type CompactImageError = ChangeError<CompactError>;

@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use block::Disk;
 use block::file::ImageFile;
-use block::open::{Access, Opening};
+use block::open::{Access, OpenError, Opening};
 
-use super::open::Below;
-use super::{CreateOptions, OpenError, Qcow2, create};
+use super::{Below, Qcow2};
 use crate::engine::QcowDisk;
+use crate::image::{CreateOptions, create};
 
 /// The cluster size of an overlay in bytes. Its subclusters are pages of 4 KiB: a guest that writes whole pages has nothing
 /// copied from below.
@@ -22,7 +22,7 @@ impl Qcow2 {
     ///
     /// # Errors
     ///
-    /// [`OpenError::Image`], naming the overlay, with a [`CreateError`](super::CreateError) if it could not be written.
+    /// [`OpenError::Image`], naming the overlay, with a [`CreateError`](crate::image::CreateError) if it could not be written.
     pub async fn open_over(
         &self,
         opening: &Opening<'_>,

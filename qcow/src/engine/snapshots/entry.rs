@@ -1,59 +1,20 @@
-//! Snapshots of an image: those of one that is not served are changed by the engine, which opens and closes it for that;
-//! and one may be opened as a disk, which is read only.
-//!
-//! For changes the backing file is not opened: snapshots refer to the image's own clusters only.
-
-use std::path::Path;
-use std::time::SystemTime;
+//! What an entry of the snapshot table says: the place of the snapshot's L1 table, and the size of its disk.
 
 use block::file::FileView;
 
-use super::change::{ChangeError, change_image};
-use super::read::for_each_snapshot;
-use super::references::Table;
+use super::error::{SnapshotError, SnapshotSelector};
 use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
 use crate::format::positions::FILE_OFFSET_MAX;
 use crate::format::{ClusterUse, Geometry, Header, SnapshotEntry};
-use crate::{DiskSize, SnapshotError, SnapshotSelector};
-
-/// A change of an image's snapshots failed.
-pub type ChangeSnapshotsError = ChangeError<SnapshotError>;
-
-/// Creates a snapshot of the disk in the image at `path`. Returns its ID.
-///
-/// # Errors
-///
-/// [`ChangeSnapshotsError`]; without a new snapshot unless it says otherwise.
-pub fn create_snapshot(path: &Path, name: &str, date: SystemTime) -> Result<String, ChangeSnapshotsError> {
-    change_image(path, async |disk, cx| disk.create_snapshot(cx, name, date).await)
-}
-
-/// Deletes a snapshot of the image at `path`.
-///
-/// # Errors
-///
-/// [`ChangeSnapshotsError`]; with the snapshots as they were unless it says otherwise.
-pub fn delete_snapshot(path: &Path, selector: &SnapshotSelector) -> Result<(), ChangeSnapshotsError> {
-    change_image(path, async |disk, cx| disk.delete_snapshot(cx, selector).await)
-}
-
-/// Makes the disk in the image at `path` what it was when a snapshot was created, also in size. The snapshot stays.
-///
-/// # Errors
-///
-/// [`ChangeSnapshotsError`]; with the disk as it was unless it says otherwise.
-pub fn apply_snapshot(path: &Path, selector: &SnapshotSelector) -> Result<(), ChangeSnapshotsError> {
-    change_image(path, async |disk, cx| {
-        disk.apply_snapshot(cx, selector, DiskSize::MayChange).await
-    })
-}
+use crate::image::read::for_each_snapshot;
+use crate::image::references::Table;
 
 /// Returns the place of a snapshot's L1 table in a file of `file_len` bytes.
 ///
 /// # Errors
 ///
 /// [`SnapshotError::Damaged`] if it can lie nowhere there.
-pub(crate) fn l1_table(
+pub(in crate::engine) fn l1_table(
     snapshot: &SnapshotEntry,
     geometry: &Geometry,
     file_len: u64,
@@ -81,7 +42,7 @@ pub(crate) fn l1_table(
 /// # Errors
 ///
 /// [`SnapshotError::DiskTooLarge`] if no L1 table maps as much.
-pub(crate) fn disk_size(
+pub(in crate::engine) fn disk_size(
     snapshot: &SnapshotEntry,
     now: u64,
     geometry: &Geometry,
@@ -95,14 +56,14 @@ pub(crate) fn disk_size(
 }
 
 /// Returns the size in bytes of the largest disk that an L1 table maps.
-pub(super) fn disk_size_max(geometry: &Geometry) -> u64 {
+pub(crate) fn disk_size_max(geometry: &Geometry) -> u64 {
     let most = (L1_TABLE_MAX_BYTES / L1_ENTRY_SIZE).saturating_mul(geometry.l2_table_span());
     most.min(FILE_OFFSET_MAX)
 }
 
 /// Finds a snapshot and returns the header with the snapshot's L1 table and size in place of the disk's. The L1 table may
 /// be shorter than the disk: the rest is unallocated.
-pub(super) async fn header_of(
+pub(crate) async fn header_of(
     file: &FileView,
     header: &Header,
     selector: &SnapshotSelector,

@@ -8,13 +8,12 @@ use std::path::Path;
 
 use block::{Context, IoError};
 
-use super::change::{ChangeError, change_chain};
-use super::open::OpenOptions;
-use super::snapshots::disk_size_max;
-use super::sound::{UnsoundError, require_sound};
+use super::{ChangeError, change_chain};
+use crate::engine::{QcowDisk, ShrinkError, disk_size_max};
 use crate::format::Version;
+use crate::image::{UnsoundError, require_sound};
 use crate::luks::Secret;
-use crate::{QcowDisk, ShrinkError};
+use crate::open::OpenOptions;
 
 /// The size that a disk is to get, in bytes.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -1,15 +1,28 @@
-//! Changes of an image that is not served, by the engine, which opens and closes it for that.
+//! Changes of an image that is not served: the engine makes them, and opens and closes the image for that.
+//!
+//! Invariant: where a change could overwrite or free what something else uses, the image is checked first
+//! ([`UnsoundError`](crate::image::UnsoundError)).
+
+mod bitmaps;
+mod compact;
+mod resize;
+mod snapshots;
 
 use std::path::Path;
 use std::sync::Arc;
 
 use block::file::HostFiles;
+use block::open::OpenError;
 use block::ring::RingKind;
 use block::{Context, Disk, IoError};
 
-use super::open::open_without_backing;
-use super::{OpenError, OpenOptions};
-use crate::QcowDisk;
+pub use bitmaps::{ChangeBitmapsError, change_bitmap};
+pub use compact::{CompactImageError, compact_image};
+pub use resize::{NewSize, ResizeError, ResizeOptions, resize};
+pub use snapshots::{ChangeSnapshotsError, apply_snapshot, create_snapshot, delete_snapshot};
+
+use crate::engine::QcowDisk;
+use crate::open::{OpenOptions, open_without_backing};
 
 /// A change of an image failed.
 #[derive(Debug, thiserror::Error)]
@@ -31,7 +44,7 @@ pub enum ChangeError<E: std::error::Error + 'static> {
 }
 
 /// Opens the image at `path` without its backing file, carries out `work`, and closes the image.
-pub(super) fn change_image<T, E: std::error::Error + 'static>(
+fn change_image<T, E: std::error::Error + 'static>(
     path: &Path,
     work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
 ) -> Result<T, ChangeError<E>> {
@@ -42,7 +55,7 @@ pub(super) fn change_image<T, E: std::error::Error + 'static>(
 
 /// As [`change_image`], with these options, and past the host's page cache if the file system allows that: a work that reads and writes
 /// much data once would fill the cache with bytes that nobody asks for again.
-pub(super) fn change_image_directly<T, E: std::error::Error + 'static>(
+fn change_image_directly<T, E: std::error::Error + 'static>(
     path: &Path,
     options: &OpenOptions,
     work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
@@ -59,7 +72,7 @@ pub(super) fn change_image_directly<T, E: std::error::Error + 'static>(
 }
 
 /// As [`change_image`], with the files that the image names, as far as the options allow them.
-pub(super) fn change_chain<T, E: std::error::Error + 'static>(
+fn change_chain<T, E: std::error::Error + 'static>(
     path: &Path,
     options: &OpenOptions,
     work: impl AsyncFnOnce(&QcowDisk, &Context) -> Result<T, E>,
