@@ -6,6 +6,7 @@
 #   make demo    boot a stock Linux guest on a QCOW2 overlay served by Ringdisk, and check the image
 #   make deb     the Debian package, in target/deb; lintian judges it, and a guest installs, uses, upgrades and removes it
 #   make crates  each crate as a registry would have it, built from its package alone; uploads nothing
+#   make semver  what an embedder of the crates would have to change since BASE, a commit or tag; fails if that is anything
 #   make bench   Ringdisk beside its peers; writes target/bench/summary.json; ARGS=--help for what else it does
 #   make bench-check  this tree beside a reference commit; fails if a row is more than 3 % worse
 #   make counts  the instructions of the hot paths, each with its bound
@@ -27,7 +28,7 @@ SECONDS ?= 60
 
 RUNS ?= 1
 
-.PHONY: check test compiler tools setup lint doc build deb counts models explore canaries asan tsan coverage crates demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
+.PHONY: check test compiler tools setup lint doc build deb counts models explore canaries asan tsan coverage crates semver demo bench bench-check peers mutants soak soak-ublk soak-crash fuzz
 
 # Needs no lab; unit tests of qcow need the tools of QEMU.
 check: lint
@@ -122,6 +123,12 @@ deb: setup build
 
 crates:
 	cargo publish --workspace --dry-run
+
+# Not of the program's own library, which is for its tests and man pages.
+semver:
+	@: "$${BASE:?is the commit or tag to compare with, as in make semver BASE=v0.1.0}"
+	command -v cargo-semver-checks >/dev/null || cargo install --locked cargo-semver-checks
+	cargo semver-checks --workspace --exclude ringdisk --baseline-rev "$$BASE"
 
 # rublk, a peer for block devices, generates bindings with libclang.
 peers:

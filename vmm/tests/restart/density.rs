@@ -64,13 +64,14 @@ fn cpu_ns(server: &Server) -> u64 {
 const READS: u64 = 80_000;
 const BURST: usize = 8;
 
-/// The CPU time that a server takes for a read, in nanoseconds, with requests of all these clients in flight at a time.
-fn cost(server: &Server, clients: &mut [Client], random: &mut Random) -> u64 {
+/// The CPU time that a server takes for a read, in nanoseconds, with requests of all these clients in flight at a time. Their disks have
+/// so many blocks.
+fn cost(server: &Server, clients: &mut [Client], blocks: usize, random: &mut Random) -> u64 {
     let (before, mut reads) = (cpu_ns(server), 0);
     while reads < READS {
         for client in clients.iter_mut() {
             for _ in 0..BURST {
-                reads += u64::from(client.submit(Ask::Read, random.below(BLOCKS as u64) as usize));
+                reads += u64::from(client.submit(Ask::Read, random.below(blocks as u64) as usize));
             }
         }
         clients.iter_mut().for_each(Client::drain);
@@ -101,6 +102,29 @@ fn cost_without_server(files: &[File], random: &mut Random) -> u64 {
         }
     }
     (own() - before) / reads
+}
+
+/// The cost of a read of one disk that is as large as `count` of the others together: what cold memory costs, with one disk.
+fn cost_of_one_as_large(world: &World, count: usize, random: &mut Random) -> u64 {
+    let blocks = count * BLOCKS;
+    let bytes = (blocks * BLOCK).to_string();
+    world.qemu_img(&["create", "-q", "-f", "qcow2", "large.qcow2", &bytes]);
+    let server = world.serve_at("large.sock", "path=large.qcow2", &WORKERS);
+    let mut clients = [Client::new(blocks, false)];
+    let [client] = &mut clients;
+    client.connect(&world.path("large.sock"));
+    for block in 0..blocks {
+        while !client.submit(Ask::Write(block as u64), block) {
+            client.drain();
+        }
+    }
+    client.drain();
+    let mut reads = |blocks| cost(&server, &mut clients, blocks, random);
+    // The first reads load what the others have loaded.
+    reads(blocks);
+    let cost = reads(blocks);
+    assert_eq!(server.stop(), Some(0), "{}", world.log());
+    cost
 }
 
 /// Each client works for a moment; the longest time that one of them had no answer while it worked.
@@ -166,13 +190,15 @@ fn many_disks_are_served_grown_handed_over_and_closed() {
         }
     }
     clients.iter_mut().for_each(Client::drain);
-    let alone = cost(&old, &mut clients[..1], &mut random);
-    let among = cost(&old, &mut clients, &mut random);
+    let alone = cost(&old, &mut clients[..1], BLOCKS, &mut random);
+    let among = cost(&old, &mut clients, BLOCKS, &mut random);
     let image = |disk: usize| File::open(world.path(&format!("{disk}.qcow2"))).expect("an image");
     let images: Vec<File> = (0..count).map(image).collect();
     let without = [&images[..1], &images].map(|images| cost_without_server(images, &mut random));
+    let large = cost_of_one_as_large(&world, count, &mut random);
     println!(
-        "CPU time for a read: {alone} ns alone, {among} ns with all disks busy; by `pread`, without a server, {} and {} ns",
+        "CPU time for a read: {alone} ns alone, {among} ns with all disks busy, {large} ns alone of one as large as all; \
+         by `pread`, without a server, {} and {} ns",
         without[0], without[1]
     );
     // A machine that does other things too doubles either.
