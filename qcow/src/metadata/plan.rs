@@ -486,3 +486,37 @@ impl Metadata {
         self.in_flight.leave(start)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{CLUSTER, metadata};
+    use super::*;
+
+    /// The contents of the edges of a write into the middle of the third cluster, in an image over a backing file of so many bytes.
+    fn edges(covered_bytes: u64) -> [EdgeContent; 2] {
+        let mut metadata = metadata();
+        metadata.covered_bytes = covered_bytes;
+        let middle = GuestOffset::new(2 * CLUSTER + 4096);
+        let step = metadata.plan_write(middle, middle + 4096, Growth::Free);
+        let Action::Fill(fill) = step.expect("an empty image").action else {
+            panic!("nothing is mapped");
+        };
+        assert_eq!((fill.head.len, fill.tail.len), (4096, CLUSTER - 8192));
+        [fill.head.content, fill.tail.content]
+    }
+
+    #[test]
+    fn backing_file_is_copied_up_to_its_last_cluster_only() {
+        let backing = EdgeContent::Old(OldCluster::Backing);
+        for covered_bytes in [2 * CLUSTER + 1, 2 * CLUSTER + 8192, 3 * CLUSTER] {
+            assert_eq!(edges(covered_bytes), [backing; 2], "{covered_bytes} bytes below");
+        }
+        for covered_bytes in [0, CLUSTER, 2 * CLUSTER] {
+            let edges = edges(covered_bytes);
+            assert!(
+                !edges.contains(&backing),
+                "{covered_bytes} bytes below: {edges:?}"
+            );
+        }
+    }
+}
