@@ -6,7 +6,7 @@
 //!              │  └── load, write back ──────────────▼
 //!              └──data ops──▶ block::file         format (pure functions over bytes)
 //!
-//!  open ──▶ engine     offline ──▶ open, engine     image: create, describe, check, repair
+//!  offline ──▶ open ──▶ engine ──▶ image: create, describe, check, repair; reads of an image's directories
 //! ```
 //!
 //! [`mod@format`] is what is on disk; `metadata` what is in memory; `engine` executes requests. [`image`] works on an

@@ -61,13 +61,13 @@ fn info_lists_snapshots_and_bitmaps_as_qemu_does() {
     }
     assert_agrees(&world, "disk.qcow2");
     world.on("disk.qcow2", async |file| {
-        let Located { header, file_len } = read_header(&file).await.unwrap();
+        let located = read_header(&file).await;
+        let Located { header, file_len } = located.expect("a header");
         let extension = consistent_bitmaps(&header).expect("bitmaps");
         let mut found = Vec::new();
         let each = |at, entry: BitmapDirectoryEntry| found.push((at, entry.flags));
-        for_each_bitmap(&file, &header, &extension, file_len, each)
-            .await
-            .unwrap();
+        let read = for_each_bitmap(&file, &header, &extension, file_len, each).await;
+        read.expect("a sound directory");
         assert_eq!(found.len(), 2);
         for (at, flags) in found {
             assert!(flags.contains(BitmapFlags::AUTO), "{flags:?}");

@@ -1,7 +1,8 @@
 //! Changes of an image that is not served: the engine makes them, and opens and closes the image for that.
 //!
-//! Invariant: where a change could overwrite or free what something else uses, the image is checked first
-//! ([`UnsoundError`](crate::image::UnsoundError)).
+//! Invariant: `resize`, `compact_image` and `change_bitmap` check the whole image first, and leave one with errors as it is
+//! ([`UnsoundError`](crate::image::UnsoundError)), except that a bitmap of it may be removed, which then frees nothing. Operations on
+//! snapshots check the counts of what they share or give up, before they write.
 
 mod bitmaps;
 mod compact;

@@ -1,4 +1,4 @@
-//! What is wrong in an image that could not be opened.
+//! The errors of an image that could not be opened.
 
 use std::path::PathBuf;
 

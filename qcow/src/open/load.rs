@@ -1,4 +1,4 @@
-//! What an open reads of an image: its header, what is to be announced before the first write, and its tables.
+//! Reads of an open: the image's header, its tables, and the bitmaps to be announced before the first write.
 
 use block::IoError;
 use block::file::FileView;
@@ -36,7 +36,7 @@ pub(super) async fn prepare(view: &FileView, header: Header, write: bool) -> Res
             image = %view.file().path().display(),
             "the image was not closed cleanly; rebuilding its refcounts"
         );
-        // UseMap that would be refused afterwards are refused before the first write.
+        // Uses of clusters that would be refused afterwards are refused before the first write.
         let file_len = view.len().map_err(io_length)?;
         {
             let l1 = read_l1(view, &header).await?;

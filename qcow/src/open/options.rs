@@ -1,4 +1,4 @@
-//! What a caller of an open decides.
+//! The choices of whoever opens an image.
 
 use block::chain::ChainIndexes;
 use block::lock::{LockGranularity, LockSet};

@@ -12,7 +12,7 @@ use syn::{Attribute, Item, ItemUse, UseTree};
 #[derive(Default)]
 struct Imports {
     modules: BTreeSet<String>,
-    /// What `lib.rs` exports again, and the module that it is from.
+    /// The names that `lib.rs` exports again, with the module of each.
     exported: BTreeMap<String, String>,
     /// For each pair of modules, a file of the first that names the second.
     edges: BTreeMap<String, BTreeMap<String, PathBuf>>,

@@ -1,4 +1,4 @@
-//! What an entry of the snapshot table says: the place of the snapshot's L1 table, and the size of its disk.
+//! Values of an entry of the snapshot table: the place of the snapshot's L1 table, and the size of its disk.
 
 use block::file::FileView;
 
