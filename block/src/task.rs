@@ -307,12 +307,6 @@ impl Context {
         any
     }
 
-    /// Returns true if a task is ready to run.
-    #[must_use]
-    pub fn has_ready(&self) -> bool {
-        self.inner.queue.len.load(Ordering::SeqCst) != 0
-    }
-
     /// Runs `future`, and every task of this context meanwhile, until `future` has its output and no background task
     /// ([`Context::spawn_background`]) is left. The context may be dropped then.
     ///

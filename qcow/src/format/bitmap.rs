@@ -22,8 +22,6 @@ pub const BITMAP_GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 pub const BITMAP_NAME_MAX: usize = 1023;
 /// The most extra data of an entry, in bytes. QEMU has no bitmaps with extra data, and refuses them.
 pub const BITMAP_EXTRA_MAX: usize = 64 << 10;
-/// Bytes in a bitmap table entry.
-pub const BITMAP_TABLE_ENTRY_SIZE: u64 = 8;
 /// The offset of an entry's flags, in bytes from its start.
 pub const BITMAP_FLAGS_AT: usize = 12;
 /// The one type of bitmap that the format defines.

@@ -257,12 +257,6 @@ impl Geometry {
         1usize.wrapping_shl(self.refcount_block_bits())
     }
 
-    /// Returns the number of bytes of the image file that one refcount block counts.
-    #[inline]
-    pub const fn refcount_block_span(&self) -> u64 {
-        1u64.wrapping_shl(self.cluster_bits.get().saturating_add(self.refcount_block_bits()))
-    }
-
     /// Returns the index of the refcount table entry that leads to a host cluster's count.
     #[inline]
     pub const fn refcount_table_index(&self, cluster: HostCluster) -> usize {
