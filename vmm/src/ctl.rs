@@ -164,9 +164,6 @@ enum Command {
         #[arg(long)]
         force: bool,
     },
-    /// List, add, remove, clear, enable, disable or merge persistent dirty bitmaps of a disk, while the guest uses it
-    #[command(subcommand)]
-    Bitmap(BitmapCommand),
     /// Delete an internal snapshot of a disk, while the guest uses the disk
     SnapshotDelete {
         /// The disk's id or, without one, its path
@@ -174,6 +171,9 @@ enum Command {
         /// Snapshot: id=ID, name=NAME, or an ID or a name that means one snapshot only
         snapshot: String,
     },
+    /// List, add, remove, clear, enable, disable or merge persistent dirty bitmaps of a disk, while the guest uses it
+    #[command(subcommand)]
+    Bitmap(BitmapCommand),
 }
 
 /// A subcommand of `ringdisk ctl bitmap`. Requests to the disk wait while a bitmap changes.
