@@ -1,18 +1,21 @@
-//! Ctrl-C and SIGTERM: remembered, so that servers are stopped and images removed on the way out.
+//! Ctrl-C and SIGTERM: the first is remembered, so that servers are stopped and images removed on the way out. A guest is not ended on
+//! the way; the second signal ends us at once, and all that we started with us.
 #![expect(unsafe_code, reason = "installs signal handlers")]
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-extern "C" fn remember(_signal: libc::c_int) {
+extern "C" fn remember(signal: libc::c_int) {
     INTERRUPTED.store(true, Ordering::Relaxed);
+    // SAFETY: it is async-signal-safe, and there is no handler of ours to run any more.
+    unsafe { libc::signal(signal, libc::SIG_DFL) };
 }
 
 /// From now on, signals that ask us to end are remembered.
 pub(crate) fn install() {
     for signal in [libc::SIGINT, libc::SIGTERM] {
-        // SAFETY: the handler only stores to an atomic, which is async-signal-safe.
+        // SAFETY: the handler stores to an atomic and resets itself, which is async-signal-safe.
         unsafe { libc::signal(signal, remember as *const () as libc::sighandler_t) };
     }
 }
