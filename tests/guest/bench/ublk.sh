@@ -69,7 +69,10 @@ attach() {
         esac
         /mnt/rublk add $what -n $2 -q 1 -d 128 >out 2>&1 || true
         for again in $(seq 600); do [ ! -b $device ] || break; sleep 0.05; done
-        [ -b $device ] || { missing $1 "makes no device: $(tail -n 1 out)"; return 0; } ;;
+        [ -b $device ] || { missing $1 "makes no device: $(tail -n 1 out)"; return 0; }
+        for process in /proc/[0-9]*; do
+            if tr '\0' ' ' <$process/cmdline 2>/dev/null | grep -q "rublk add .* -n $2 "; then server=${process#/proc/}; fi
+        done ;;
     nbd)
         device=/dev/nbd0
         /mnt/qemu-nbd -f qcow2 --cache=none --aio=io_uring -c $device $image >out 2>&1 || true
@@ -102,13 +105,18 @@ has_right_bytes() {
     right=$(head -c 16M /dev/zero | tr '\0' '\1' | md5_of)
     [ "$(dd if=$device bs=1M count=16 iflag=direct status=none | md5_of)" = $right ] || missing $1 "reads wrong bytes"
 }
-# work WHO FIGURE PATTERN BLOCK DEPTH JOBS [MORE]: one second of it.
+# ticks PID: the time that a process has taken of the CPUs, in user and in system mode, in hundredths of a second; none of no process.
+ticks() { [ -z "$1" ] || awk '{ sub(/.*\) /, ""); print $12, $13 }' /proc/$1/stat; }
+# work WHO FIGURE PATTERN BLOCK DEPTH JOBS [MORE]: one second of it, and the CPU time that its server took for a request.
 work() {
-    eval "device=\$device_$(key $1)"
+    eval "device=\$device_$(key $1) server=\${server_$(key $1):-}"
+    before=$(ticks "$server")
     fio --name=job --filename=$device --size=128m --rw=$3 --bs=$4 --iodepth=$5 --numjobs=$6 --group_reporting --direct=1 \
         --ioengine=io_uring --norandommap --randrepeat=0 --time_based --runtime=1 --minimal ${7:-} ${8:-} >fio ||
         { missing $1 "its device fails in $2"; return 0; }
     awk -F';' -v what="@ $1 $2" '{ print what, $8 + $49 }' fio
+    [ -z "$server" ] || { cut -d ';' -f 8,49 fio | tr ';' ' '; echo $before; ticks $server; } | tr '\n' ' ' | awk -v what="@ $1 $2" '
+        { print what "-user-us", ($5 - $3) * 10000 / ($1 + $2); print what "-system-us", ($6 - $4) * 10000 / ($1 + $2) }'
 }
 # cpus: how long the CPUs were idle so far, and all of their time.
 cpus() { awk '/^cpu / { print $5 + $6, $2 + $3 + $4 + $5 + $6 + $7 + $8 }' /proc/stat; }

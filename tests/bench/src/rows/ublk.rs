@@ -53,7 +53,8 @@ const PLACES: [Place; 4] = [
     place("ublk-7-disk", Kernel::V7, true, true),
 ];
 
-/// A figure: its name, ours, whose it is beside, the workload, and what the ratio must reach if it must.
+/// A figure: its name, ours, whose it is beside, the workload or what the server takes for a request of it ([`unit`]), and what the
+/// ratio must reach if it must.
 type Compared = (
     &'static str,
     &'static str,
@@ -84,9 +85,13 @@ const TWO_QUEUES_MIN: f64 = 1.6;
 
 /// The comparisons with every driver; the only ones where the driver has only copies.
 #[rustfmt::skip]
-const ALWAYS: [Compared; 10] = [
+const ALWAYS: [Compared; 14] = [
     ("read-4k/rublk-qcow2", "ours-auto", "rublk-qcow2", "read-4k", None),
     ("write-4k/rublk-qcow2", "ours-auto", "rublk-qcow2", "write-4k", None),
+    ("read-4k/server-user", "ours-auto", "rublk-qcow2", "read-4k-user-us", None),
+    ("read-4k/server-system", "ours-auto", "rublk-qcow2", "read-4k-system-us", None),
+    ("write-4k/server-user", "ours-auto", "rublk-qcow2", "write-4k-user-us", None),
+    ("write-4k/server-system", "ours-auto", "rublk-qcow2", "write-4k-system-us", None),
     ("read-4k/device", "ours-auto", DEVICE, "read-4k", None),
     ("write-4k/device", "ours-auto", DEVICE, "write-4k", None),
     ("read-4k/nbd", "ours-auto", "nbd", "read-4k", Some(4.0)),
@@ -148,6 +153,15 @@ const LINEAR: [(&str, &str, &str); 2] = [
 /// The least ratio of a linear time. One that is linear is at 1, and one that grows with the square of devices at a
 /// quarter.
 const LINEAR_MIN: f64 = 0.5;
+
+/// The unit of what a guest says, and the better direction.
+fn unit(what: &str) -> (&'static str, Better) {
+    if what.ends_with("-us") {
+        ("µs", Better::Lower)
+    } else {
+        ("IOPS", Better::Higher)
+    }
+}
 
 impl Place {
     fn compared(&self) -> impl Iterator<Item = &'static Compared> {
@@ -249,17 +263,12 @@ fn entries(
     for (name, ours, peer, what, _) in place.compared() {
         let entry = || {
             let ours = said.turns(ours, what)?;
+            let (unit, better) = unit(what);
             let reason = absent(peer).or_else(|| said.missing(peer));
             if let Some(reason) = reason {
-                return Ok(row.not_measured(name, "IOPS", ours, peer, &reason));
+                return Ok(row.not_measured(name, unit, ours, peer, &reason));
             }
-            Ok(row.compare_figures(
-                name,
-                "IOPS",
-                Better::Higher,
-                ours,
-                (peer, said.turns(peer, what)?),
-            ))
+            Ok(row.compare_figures(name, unit, better, ours, (peer, said.turns(peer, what)?)))
         };
         entries.add(entry());
     }
@@ -362,6 +371,10 @@ mod tests {
                 "write-128k",
                 "two-queues-4k",
                 "two-queues-128k",
+                "read-4k-user-us",
+                "read-4k-system-us",
+                "write-4k-user-us",
+                "write-4k-system-us",
             ];
             figures.map(|figure| format!("@ {who} {figure} {}", iops(who)))
         });
