@@ -20,7 +20,7 @@ if [ "${1:-}" != --report ]; then
     run() { env --default-signal=HUP,INT,QUIT,TERM cargo llvm-cov --no-report --no-fail-fast "$@"; }
     run -p ringdisk-qcow
     run -p ringdisk --test malformed
-    run -p ringdisk --test cli -- image_tools io_language
+    run -p ringdisk --test cli -- bitmaps compact image_tools io_language resize snapshots
 fi
 cargo llvm-cov report --lcov --output-path "$log"
 
