@@ -6,8 +6,12 @@ use crate::format::header::at;
 use crate::format::l1::OFFSET_MASK;
 use crate::format::{Header, Incompatible};
 use crate::image::check::survey::MEMORY_MAX_BYTES;
+use crate::image::check::{Subject, Survey};
 use crate::image::repair::repair_within;
 use crate::image::repair::writer::record::{self, Step};
+
+/// Memory for the maps of a few thousand clusters.
+const LITTLE_MEMORY: usize = 4 << 10;
 
 /// An image with data, compressed clusters and a snapshot.
 fn build(world: &World, options: &str) -> Header {
@@ -330,6 +334,10 @@ fn breakages(world: &World) -> Vec<Breakage> {
         ),
         ("no counts", vec![(block, vec![0; cluster as usize])]),
         ("no block", vec![(table, vec![0; 8])]),
+        (
+            "no block, and flags",
+            vec![(table, vec![0; 8]), flip(l1), flip(l2 + 8)],
+        ),
         ("no table", vec![(at::REFCOUNT_TABLE_CLUSTERS as u64, vec![0; 4])]),
         ("a wild table", vec![(table, vec![0xa5; 64])]),
         (
@@ -426,7 +434,7 @@ fn repair_cut_anywhere_can_be_repaired_without_loss() {
         let kinds = [
             ("cluster_size=4k", MEMORY_MAX_BYTES),
             ("cluster_size=512,refcount_bits=64", MEMORY_MAX_BYTES),
-            ("cluster_size=512", 4 << 10),
+            ("cluster_size=512", LITTLE_MEMORY),
             ("cluster_size=4k,compat=0.10", MEMORY_MAX_BYTES),
         ];
         let threads =
@@ -444,6 +452,9 @@ fn repairs_cut_anywhere(options: &str, memory: usize) -> usize {
     let mut tried = 0;
     let world = World::new();
     build(&world, options);
+    if memory == LITTLE_MEMORY {
+        widen(&world);
+    }
     let good = std::fs::read(world.path("disk.qcow2")).unwrap();
     for (what, patches) in breakages(&world) {
         std::fs::write(world.path("disk.qcow2"), &good).unwrap();
@@ -490,6 +501,50 @@ fn repairs_cut_anywhere(options: &str, memory: usize) -> usize {
         }
     }
     tried
+}
+
+/// Writes so many clusters that surveys in [`LITTLE_MEMORY`] need several passes.
+fn widen(world: &World) {
+    world.qemu_io("disk.qcow2", &["write -P 5 5300k 1500k"]);
+    let passes = world.on("disk.qcow2", async |file| {
+        let located = read_header(&file).await.unwrap();
+        let subject = Subject::new(&file, &located).unwrap();
+        let mut survey = Survey::new(&subject, false, LITTLE_MEMORY);
+        let mut passes = 0;
+        while let Some(walk) = survey.next().await {
+            passes += 1;
+            survey.done(walk);
+        }
+        passes
+    });
+    assert!(passes > 1, "{passes}");
+}
+
+/// Method: repair each breakage of an image of many clusters in one pass, and in the passes that very little memory requires.
+#[test]
+fn repair_with_little_memory_writes_the_same() {
+    let world = World::new();
+    build(&world, "cluster_size=512");
+    widen(&world);
+    let good = std::fs::read(world.path("disk.qcow2")).unwrap();
+    for (what, patches) in breakages(&world) {
+        let [one, many] = [usize::MAX, LITTLE_MEMORY].map(|memory| {
+            std::fs::write(world.path("disk.qcow2"), &good).unwrap();
+            for (at, bytes) in &patches {
+                world.patch("disk.qcow2", *at, bytes);
+            }
+            let report = world.on("disk.qcow2", async |file| {
+                repair_within(&file, RepairScope::All, memory).await
+            });
+            let report = report.unwrap_or_else(|error| panic!("{what}, {memory} bytes: {error}"));
+            assert_eq!(report.after.verdict(), Verdict::Clean, "{what}, {memory} bytes");
+            let faults = [report.before.corruptions, report.before.leaks];
+            (faults, std::fs::read(world.path("disk.qcow2")).unwrap())
+        });
+        assert_eq!(one.0, many.0, "{what}: faults found");
+        assert!(one.1 == many.1, "{what}: the files differ");
+        world.assert_flawless("disk.qcow2");
+    }
 }
 
 #[test]
