@@ -53,7 +53,7 @@ const PLACES: [Place; 4] = [
     place("ublk-7-disk", Kernel::V7, true, true),
 ];
 
-/// A figure: its name, ours, whose it is beside, the workload or what the server takes for a request of it ([`unit`]), and what the
+/// A figure: its name, ours, whose it is beside, the workload or what the server takes for a request of it ([`unit_of`]), and what the
 /// ratio must reach if it must.
 type Compared = (
     &'static str,
@@ -155,7 +155,7 @@ const LINEAR: [(&str, &str, &str); 2] = [
 const LINEAR_MIN: f64 = 0.5;
 
 /// The unit of what a guest says, and the better direction.
-fn unit(what: &str) -> (&'static str, Better) {
+fn unit_of(what: &str) -> (&'static str, Better) {
     if what.ends_with("-us") {
         ("µs", Better::Lower)
     } else {
@@ -263,7 +263,7 @@ fn entries(
     for (name, ours, peer, what, _) in place.compared() {
         let entry = || {
             let ours = said.turns(ours, what)?;
-            let (unit, better) = unit(what);
+            let (unit, better) = unit_of(what);
             let reason = absent(peer).or_else(|| said.missing(peer));
             if let Some(reason) = reason {
                 return Ok(row.not_measured(name, unit, ours, peer, &reason));
