@@ -6,11 +6,10 @@ use crate::format::header::at;
 use crate::format::l1::OFFSET_MASK;
 use crate::format::{Header, Incompatible};
 use crate::image::check::survey::MEMORY_MAX_BYTES;
-use crate::image::check::{Subject, Survey};
 use crate::image::repair::repair_within;
 use crate::image::repair::writer::record::{self, Step};
 
-/// Memory for the maps of a few thousand clusters.
+/// Bytes of memory for a check or a repair, too few for the maps of a few thousand clusters.
 const LITTLE_MEMORY: usize = 4 << 10;
 
 /// An image with data, compressed clusters and a snapshot.
@@ -503,20 +502,10 @@ fn repairs_cut_anywhere(options: &str, memory: usize) -> usize {
     tried
 }
 
-/// Writes so many clusters that surveys in [`LITTLE_MEMORY`] need several passes.
+/// Writes so many clusters that a check or a repair in [`LITTLE_MEMORY`] takes several passes.
 fn widen(world: &World) {
     world.qemu_io("disk.qcow2", &["write -P 5 5300k 1500k"]);
-    let passes = world.on("disk.qcow2", async |file| {
-        let located = read_header(&file).await.unwrap();
-        let subject = Subject::new(&file, &located).unwrap();
-        let mut survey = Survey::new(&subject, false, LITTLE_MEMORY);
-        let mut passes = 0;
-        while let Some(walk) = survey.next().await {
-            passes += 1;
-            survey.done(walk);
-        }
-        passes
-    });
+    let passes = world.passes_within("disk.qcow2", LITTLE_MEMORY);
     assert!(passes > 1, "{passes}");
 }
 

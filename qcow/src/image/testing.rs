@@ -7,6 +7,9 @@ use std::process::{Command, Output};
 use block::Context;
 use block::file::{FileOptions, FileView, ImageFile};
 
+use super::check::{Subject, Survey};
+use super::read::read_header;
+
 /// A folder of images that goes away with the test.
 pub(crate) struct World {
     folder: tempfile::TempDir,
@@ -21,6 +24,21 @@ impl World {
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
+    }
+
+    /// Returns the number of passes that a check of an image takes in so much memory.
+    pub(crate) fn passes_within(&self, name: &str, memory_max_bytes: usize) -> usize {
+        self.on(name, async |file| {
+            let located = read_header(&file).await.expect("a header");
+            let subject = Subject::new(&file, &located).expect("an image that can be checked");
+            let mut survey = Survey::new(&subject, true, memory_max_bytes);
+            let mut passes = 0;
+            while let Some(walk) = survey.next().await {
+                passes += 1;
+                survey.done(walk);
+            }
+            passes
+        })
     }
 
     /// Runs one of QEMU's tools in the folder.

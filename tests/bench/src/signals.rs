@@ -1,5 +1,5 @@
 //! Ctrl-C and SIGTERM: the first is remembered, so that servers are stopped and images removed on the way out. A guest is not ended on
-//! the way; the second signal ends us at once, and all that we started with us.
+//! the way; the second signal kills this process, and the kernel then kills the processes that it has started. Images stay behind.
 #![expect(unsafe_code, reason = "installs signal handlers")]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn remember(signal: libc::c_int) {
     INTERRUPTED.store(true, Ordering::Relaxed);
-    // SAFETY: it is async-signal-safe, and there is no handler of ours to run any more.
+    // SAFETY: `signal` is async-signal-safe, and the default action runs no code of ours.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
 }
 

@@ -72,7 +72,8 @@ attach() {
         [ -b $device ] || { missing $1 "makes no device: $(tail -n 1 out)"; return 0; }
         for process in /proc/[0-9]*; do
             if tr '\0' ' ' <$process/cmdline 2>/dev/null | grep -q "rublk add .* -n $2 "; then server=${process#/proc/}; fi
-        done ;;
+        done
+        [ -n "$server" ] || { missing $1 "its process is not found"; return 0; } ;;
     nbd)
         device=/dev/nbd0
         /mnt/qemu-nbd -f qcow2 --cache=none --aio=io_uring -c $device $image >out 2>&1 || true

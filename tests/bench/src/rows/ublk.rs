@@ -410,6 +410,8 @@ mod tests {
             ["rublk-qcow2: there is no rublk", "nbd: reads wrong bytes"]
         );
         assert!(named(&entries, "/read-4k/nbd").lacks_measurement());
+        assert_eq!(named(&entries, "/read-4k/server-user").unit, "µs");
+        assert_eq!(named(&entries, "/read-4k/device").unit, "IOPS");
         // 0.9 of the device is not enough, and beside rublk nothing is known.
         assert!(named(&entries, "/read-4k/reach").lacks_measurement());
         assert_eq!(named(&entries, "/write-4k/rublk-loop-z").met, Some(true));
