@@ -290,13 +290,16 @@ fn disk_pauses_alone_and_goes_on_with_its_client() {
     drop(works);
     let mut slow = UnixStream::connect(house.path(1)).expect("a connection");
     slow.write_all(&[1, 0, 0, 0, 1]).expect("half a header");
-    // It is read after it was accepted.
+    // It is read after it was accepted, for which the server has more time after each pause that comes before.
+    let mut time = Duration::from_millis(1);
     let paused = loop {
         let paused = house.reception.pause(1);
         match paused.recv_timeout(Duration::from_millis(200)) {
             Ok(client) => house.reception.enter(1, seat(client)),
             Err(_) => break paused,
         }
+        std::thread::sleep(time);
+        time *= 2;
     };
     use_disk(&mut stays, 77);
     house.reception.interrupt(1);
