@@ -98,6 +98,8 @@ fn guest_migrates_back_and_forth_under_load_and_loses_nothing() -> Result<(), Er
             }
         })?;
         still.push(time.as_millis());
+        // What runs there has its image.
+        guest.wait_for(|line| line == format!("round {}", migration + 1))?;
         assert!(!from.has_image()? && to.has_image()?, "migration {migration}");
     }
     let last = guest.lines().into_iter().rfind(|line| line.starts_with("round "));

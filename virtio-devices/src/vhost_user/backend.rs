@@ -20,16 +20,17 @@ use vhost::vhost_user::{
     VhostUserVirtioFeatures,
 };
 
-use super::CloseError;
 use super::config_channel::ConfigChannel;
 use super::device_state;
-use super::image::{DetachedDisk, Image, Place};
+use super::image::Image;
 use super::inflight::{self, InflightMemory};
 use super::log_memory::LogMemory;
 use super::memory::{ClientMemory, REGIONS_MAX, RegionInfo};
 use super::vring::{ClientParts, Vring, VringError};
 use crate::blk::{BlockDevice, CacheMode, FlushError, RunQueueError};
 use crate::virtqueue::{RingAddresses, SetupError};
+
+mod image;
 
 /// One client's device.
 pub(super) struct Backend {
@@ -51,7 +52,7 @@ pub(super) struct Backend {
     pub(super) channel: ConfigChannel,
     /// The image, if it can be given to another server: then guests can migrate.
     image: Option<Arc<Image>>,
-    /// True if a queue is to run and the image cannot be opened yet.
+    /// True if a queue is to run and the image is not open yet.
     waits_for_image: bool,
     /// The pipe into which the client writes the state of an earlier server, until it asks whether that is well.
     state: Option<File>,
@@ -126,6 +127,7 @@ impl Backend {
     /// Drains all queues. Each is stopped even if another's worker has ended.
     pub(super) fn disconnect(&mut self) -> std::result::Result<(), WorkerGone> {
         let stopped = self.stop_all();
+        self.settle_image();
         self.channel.forget();
         self.memory = ClientMemory::default();
         self.log = None;
@@ -178,12 +180,7 @@ impl Backend {
         if !vring.is_to_run() {
             return Ok(());
         }
-        if !fetch(
-            self.image.as_deref(),
-            &self.device,
-            &self.channel,
-            &mut self.waits_for_image,
-        ) {
+        if !image::fetch(self.image.as_deref(), &self.device, &mut self.waits_for_image) {
             return Ok(());
         }
         // A client may accept all that is offered, and never log.
@@ -280,65 +277,6 @@ impl Backend {
         self.start_all()
     }
 
-    /// Returns true if a queue is to run and waits for the image, which another process has.
-    pub(super) fn waits_for_image(&self) -> bool {
-        self.waits_for_image
-    }
-
-    /// Tries again to start what waits for the image.
-    pub(super) fn try_again(&mut self) -> Result<()> {
-        self.waits_for_image = false;
-        self.start_all()
-    }
-
-    /// Releases the image if the client has stopped its last queue while it migrates its guest: the guest may continue elsewhere as soon
-    /// as this was answered.
-    ///
-    /// # Errors
-    ///
-    /// If the image cannot be closed cleanly. Then it stays locked.
-    fn release_if_migrating(&mut self) -> Result<()> {
-        let Some(image) = self.image.as_ref().filter(|image| !image.is_away()) else {
-            return Ok(());
-        };
-        let is_logged = self.features & LOG_ALL != 0 && self.log.is_some();
-        let is_over = is_logged && self.vrings.iter().all(Vring::is_at_rest);
-        if !is_over {
-            return Ok(());
-        }
-        let info = self.device.disk().info();
-        image.owner().detach();
-        let closed = super::close_on(&self.workers, self.device.disk());
-        if let Err(error) = closed {
-            let disk = match error {
-                CloseError::Disk(error) => DetachedDisk::unclean(info, error),
-                CloseError::Worker(_) => DetachedDisk::new(info),
-            };
-            self.device.set_disk(Arc::new(disk));
-            image.owner().keep();
-            image.set_place(Place::Unclean);
-            self.worker_gone |= matches!(error, CloseError::Worker(_));
-            tracing::error!(
-                event = "image-kept",
-                disk = image.name(),
-                error = &error as &dyn std::error::Error,
-                "the image was not closed cleanly, and stays locked: its guest migrates, and would not notice elsewhere that what \
-                 it wrote last may be lost; end this server to let it go on with the image as it is"
-            );
-            // The answer has no room for the reason.
-            return Err(MessageError::InvalidParam);
-        }
-        self.device.set_disk(Arc::new(DetachedDisk::new(info)));
-        image.owner().release();
-        image.set_place(Place::Away);
-        tracing::info!(
-            event = "image-released",
-            disk = image.name(),
-            "the guest migrates: another server may open the image"
-        );
-        Ok(())
-    }
-
     /// Makes durable what was answered before.
     fn flush(&mut self) -> Result<()> {
         let is_elsewhere = self.image.as_ref().is_some_and(|image| image.is_elsewhere());
@@ -349,46 +287,6 @@ impl Backend {
             self.worker_gone |= matches!(error, FlushError::Worker(_));
             refuse(error)
         })
-    }
-}
-
-/// Has the image here, opened now if another server had it. Returns false if it cannot be opened yet, and then notes that it is wanted.
-fn fetch(image: Option<&Image>, device: &BlockDevice, channel: &ConfigChannel, waits: &mut bool) -> bool {
-    let Some(image) = image.filter(|image| image.is_away()) else {
-        return true;
-    };
-    if *waits {
-        // Once for each time that it is tried.
-        return false;
-    }
-    match image.open() {
-        Ok(disk) => {
-            let shown = device.disk().info();
-            let is_changed = shown.size_bytes != disk.info().size_bytes;
-            device.set_disk(disk);
-            image.set_place(Place::Here);
-            tracing::info!(
-                event = "image-opened",
-                disk = image.name(),
-                "opened the image for a guest that runs here now"
-            );
-            if is_changed {
-                // Whoever does not listen sees it when it starts again.
-                channel.notify().ok();
-            }
-            true
-        }
-        Err(error) => {
-            *waits = true;
-            if let Some(held_back) = device.log_limit().admit() {
-                tracing::warn!(
-                    error = &*error,
-                    held_back,
-                    "a queue waits until the image can be opened"
-                );
-            }
-            false
-        }
     }
 }
 
@@ -487,6 +385,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         } else {
             Vring::stop
         };
+        self.settle_image();
         // The answer has no room for a refusal.
         let vring = self
             .end(index as usize, end)

@@ -7,8 +7,8 @@
 //! server at the source                            server at the destination
 //!   queues run, pages are logged                    the image is away: shows what it looks like
 //!   GET_VRING_BASE of the last queue
-//!     close and release the image  ──lock──▶        a queue is to run: opens the image, then runs the queue
-//!   the image is away
+//!     close and release the image  ──lock──▶        a queue is to run: a thread opens the image, and messages are answered
+//!   the image is away                               the image is here: the queue runs
 //! ```
 //!
 //! If the migration fails, the queues are started again at the source, and the same happens there.
@@ -19,8 +19,10 @@
 
 use std::error::Error;
 use std::fmt;
-use std::io;
+use std::fs::File;
+use std::io::{self, Write};
 use std::sync::Arc;
+use std::thread::{self, JoinHandle};
 
 use block::{Context, Disk, DiskInfo, DiskQueue, IoError, LocalBoxFuture, OpenQueueError};
 use parking_lot::Mutex;
@@ -36,7 +38,7 @@ pub trait ImageOwner: Send + Sync + fmt::Debug {
     /// Learns that the disk was not closed cleanly: the image stays locked until this server ends, and nobody opens it before.
     fn keep(&self);
 
-    /// Opens and locks the image.
+    /// Opens and locks the image, on a thread of its own.
     ///
     /// # Errors
     ///
@@ -54,6 +56,31 @@ pub(super) struct Image {
     name: String,
     owner: Arc<dyn ImageOwner>,
     place: Mutex<Place>,
+    opening: Mutex<Option<Opening>>,
+}
+
+/// The result of opening an image.
+pub(super) type Opened = Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>>;
+
+/// An eventfd that can be read from when an image has been opened, or could not be.
+pub(super) type OpenEnd = Arc<File>;
+
+/// Signals it, whatever the end is.
+struct EndGuard(OpenEnd);
+
+impl Drop for EndGuard {
+    fn drop(&mut self) {
+        // It is as far from full as can be.
+        (&*self.0).write_all(&1_u64.to_ne_bytes()).unwrap_or_default();
+    }
+}
+
+/// A thread that opens the image. A client has as many servers as it has disks and starts them one after the other, and the guest stands
+/// still meanwhile.
+#[derive(Debug)]
+struct Opening {
+    thread: JoinHandle<Opened>,
+    end: OpenEnd,
 }
 
 /// The place of an image.
@@ -73,6 +100,7 @@ impl Image {
             name,
             owner,
             place: Mutex::new(if is_away { Place::Away } else { Place::Here }),
+            opening: Mutex::new(None),
         }
     }
 
@@ -98,18 +126,45 @@ impl Image {
         *self.place.lock() = place;
     }
 
-    /// Opens the image, unless it was not closed cleanly. It is here when the disk is shown, and [`Image::set_place`] says so.
+    /// Has a thread open the image, unless one does so. It is here when the disk is shown, and [`Image::set_place`] says so.
     ///
     /// # Errors
     ///
-    /// As of [`ImageOwner::open`].
-    pub(super) fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
+    /// If the image was not closed cleanly, or there can be no thread.
+    pub(super) fn begin_to_open(&self) -> Result<(), Box<dyn Error + Send + Sync>> {
         if *self.place.lock() == Place::Unclean {
             return Err(
                 "the image was not closed cleanly when its guest migrated, so that what was written last may be lost".into(),
             );
         }
-        self.owner.open()
+        let mut opening = self.opening.lock();
+        if opening.is_none() {
+            let end: OpenEnd = Arc::new(block::event::eventfd()?.into());
+            let owner = Arc::clone(&self.owner);
+            let guard = EndGuard(Arc::clone(&end));
+            let open = move || {
+                let _guard = guard;
+                owner.open()
+            };
+            let thread = thread::Builder::new().name("opening".to_owned()).spawn(open)?;
+            *opening = Some(Opening { thread, end });
+        }
+        Ok(())
+    }
+
+    /// Returns the end of the thread that opens the image, if one does.
+    pub(super) fn opens(&self) -> Option<OpenEnd> {
+        self.opening
+            .lock()
+            .as_ref()
+            .map(|opening| Arc::clone(&opening.end))
+    }
+
+    /// Waits until the image has been opened, or could not be. `None` if nobody opens it.
+    pub(super) fn end_opening(&self) -> Option<Opened> {
+        let opening = self.opening.lock().take()?;
+        let opened = opening.thread.join();
+        Some(opened.unwrap_or_else(|_| Err("the thread that opens the image has panicked".into())))
     }
 
     /// Returns what the disk would look like, if another server may have the image.

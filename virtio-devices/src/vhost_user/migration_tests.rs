@@ -8,8 +8,10 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use block::{Disk, DiskInfo, IoError};
+use parking_lot::Mutex;
 use vhost::vhost_user::message::{VhostTransferStateDirection, VhostTransferStatePhase};
 use vhost::vhost_user::{Frontend, VhostUserFrontend, VhostUserProtocolFeatures};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion};
@@ -28,6 +30,8 @@ struct Shelf {
     disk: MemDisk,
     /// The number of the server that has it; 0: none.
     holder: AtomicUsize,
+    /// Whoever opens it waits until this is free.
+    door: Mutex<()>,
 }
 
 /// A server's side of it.
@@ -52,6 +56,7 @@ impl Shelf {
         Arc::new(Self {
             disk: MemDisk::new(),
             holder: AtomicUsize::new(1),
+            door: Mutex::new(()),
         })
     }
 
@@ -74,6 +79,7 @@ impl ImageOwner for Owner {
 
     fn open(&self) -> Result<Arc<dyn Disk>, Box<dyn Error + Send + Sync>> {
         let holder = &self.shelf.holder;
+        let _open = self.shelf.door.lock();
         match holder.compare_exchange(0, self.number, Ordering::SeqCst, Ordering::SeqCst) {
             Ok(_) => Ok(self.shelf.disk.disk()),
             Err(holder) => Err(format!("server {holder} has it").into()),
@@ -428,6 +434,43 @@ fn queue_waits_for_the_image_and_its_client_is_not_kept_waiting() {
     shelf.disk.grow(3 * DISK_BYTES);
     let mut late = first.client(1);
     assert_eq!(late.config()[..8], (3 * DISK_BYTES / 512).to_le_bytes());
+}
+
+#[test]
+fn client_is_answered_while_its_image_opens_and_leaves_no_opening_behind() {
+    let shelf = Shelf::new();
+    let [first, second] = worlds(&shelf, 1);
+    let all = offered(&first);
+    let client = first.client(1);
+    begin_logging(&client, all, &Log::new(END));
+    let bases = stop(&client);
+
+    let door = shelf.door.lock();
+    let mut moved = migrate(&client, &bases, &second);
+    begin_logging(&moved, all, &Log::new(END));
+    moved.config();
+    assert_eq!(shelf.holder(), 0, "it opens");
+    // The guest goes back before it has begun: the image is free when its client learns of it.
+    let bases = std::thread::scope(|scope| {
+        let stopped = scope.spawn(|| stop(&moved));
+        std::thread::sleep(Duration::from_millis(50));
+        drop(door);
+        stopped.join().expect("no panic")
+    });
+    drop(client);
+    let mut back = migrate(&moved, &bases, &first);
+    drop(moved);
+    assert_eq!(back.ask(0, IN, 0, &[(DATA, 512, true)]), OK);
+    assert_eq!(shelf.holder(), 1);
+
+    // A client that goes meanwhile leaves an image that is here, as if it had gone after, and is closed as such.
+    begin_logging(&back, all, &Log::new(END));
+    let bases = stop(&back);
+    let door = shelf.door.lock();
+    drop(migrate(&back, &bases, &second));
+    drop(door);
+    shelf.disk.fail_to_close(IoError::Host { errno: libc::EIO });
+    assert!(second.end().is_err());
 }
 
 /// One more server, which has the image away.

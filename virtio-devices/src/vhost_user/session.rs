@@ -267,35 +267,50 @@ impl Client {
         linger: Option<Duration>,
     ) -> Turn {
         let others = self.looks_for_others.then_some(listener.as_fd());
-        let watched = [Some(self.connection.as_fd()), Some(stop.event()), others];
-        let waits_for_image = lock(&self.backend).waits_for_image();
-        let try_again = waits_for_image.then_some(IMAGE_RETRY);
+        let (waits_for_image, opens) = {
+            let backend = lock(&self.backend);
+            (backend.waits_for_image(), backend.image_opens())
+        };
+        let opened = opens.as_ref().map(|end| end.as_fd());
+        let watched = [Some(self.connection.as_fd()), Some(stop.event()), others, opened];
+        let try_again = (waits_for_image && opens.is_none()).then_some(IMAGE_RETRY);
         let report = self
             .report_at
             .map(|at| at.saturating_duration_since(Instant::now()));
         let due = try_again.into_iter().chain(report).min();
-        match event::wait_any(watched, due.or(linger)) {
+        let patience = due.or(linger.filter(|_| opens.is_none()));
+        match event::wait_any(watched, patience) {
             Ok(_) if stop.pauses(self.disk) => return Turn::On,
+            Ok([.., true]) => return self.try_again(),
             Ok([true, ..]) => {}
             Ok([false, ..]) if stop.is_stopped() => return Turn::Gone(MessageError::Disconnected),
-            Ok([false, _, true]) => {
+            Ok([false, _, true, _]) => {
                 self.looks_for_others = false;
                 self.report_at = Some(Instant::now() + WAITING_MIN);
                 return Turn::On;
             }
-            Ok(_) if due.is_none() && linger.is_some() => return Turn::Idle,
+            Ok(_) if due.is_none() && opens.is_none() && linger.is_some() => return Turn::Idle,
             Ok(_) => {
-                if waits_for_image && lock(&self.backend).try_again().is_err() {
-                    return Turn::Gone(MessageError::BackendInternalError);
-                }
                 if self.report_at.take_if(|at| *at <= Instant::now()).is_some() {
                     server.report_waiting(&self.connection);
                 }
-                return Turn::On;
+                return if try_again.is_some() {
+                    self.try_again()
+                } else {
+                    Turn::On
+                };
             }
             Err(error) => return Turn::Gone(MessageError::SocketError(error)),
         }
         self.execute(server)
+    }
+
+    /// Starts what waits for the image, if that can be opened now.
+    fn try_again(&self) -> Turn {
+        match lock(&self.backend).try_again() {
+            Ok(()) => Turn::On,
+            Err(_) => Turn::Gone(MessageError::BackendInternalError),
+        }
     }
 
     /// Reads a message and executes it.
@@ -334,7 +349,11 @@ impl Client {
             ..
         } = self;
         drop(guard);
-        lock(&backend).stop_all()?;
+        let mut client = lock(&backend);
+        let stopped = client.stop_all();
+        client.settle_image();
+        drop(client);
+        stopped?;
         Ok(PausedClient::new(messages, backend))
     }
 }

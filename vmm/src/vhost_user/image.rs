@@ -223,7 +223,8 @@ impl ServedImage {
 
     /// Opens the image. One who comes again does not wait for the lock.
     fn open_now(&self, comes_again: bool) -> Result<Arc<dyn Disk>, OpenError> {
-        // Only the thread that serves the disk opens and closes it. Whoever looks at the state does not wait for it.
+        // Only the thread that serves the disk opens and closes it, or has another one open it. Whoever looks at the state does not wait
+        // for it.
         let (config, mut opening) = {
             let state = self.state.lock();
             (Arc::clone(&state.config), state.opening.clone())
