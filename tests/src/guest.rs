@@ -88,8 +88,12 @@ struct Disk {
 enum Source {
     /// With a vhost-user-blk server.
     Server { socket: PathBuf, queues: u16 },
-    /// In a raw file, which QEMU itself serves.
-    File(PathBuf),
+    /// In a file that QEMU itself serves, in this way.
+    File {
+        file: PathBuf,
+        drive: &'static str,
+        queues: u16,
+    },
 }
 
 impl<'lab> Guest<'lab> {
@@ -170,7 +174,24 @@ impl<'lab> Guest<'lab> {
     pub fn raw_disk(mut self, name: &str, file: &Path) -> Self {
         self.disks.push(Disk {
             name: name.to_owned(),
-            from: Source::File(file.to_owned()),
+            from: Source::File {
+                file: file.to_owned(),
+                drive: "format=raw,cache=unsafe,discard=unmap",
+                queues: self.cpus,
+            },
+        });
+        self
+    }
+
+    /// Adds a disk whose contents are a QCOW2 image: QEMU serves it, past the page cache, with discards.
+    pub fn image_disk(mut self, name: &str, image: &Path, queues: u16) -> Self {
+        self.disks.push(Disk {
+            name: name.to_owned(),
+            from: Source::File {
+                file: image.to_owned(),
+                drive: "format=qcow2,cache=none,aio=io_uring,discard=unmap",
+                queues,
+            },
         });
         self
     }
@@ -322,12 +343,12 @@ impl<'lab> Guest<'lab> {
                         "vhost-user-blk-pci,chardev=chardev{index},num-queues={queues},addr={slot:#x}"
                     ));
                 }
-                Source::File(file) => {
-                    let drive =
-                        format!("if=none,id=drive{index},format=raw,cache=unsafe,discard=unmap,file=");
+                Source::File { file, drive, queues } => {
+                    let drive = format!("if=none,id=drive{index},{drive},file=");
                     command.arg("-drive").arg(prefixed(&drive, file));
-                    let device = format!("virtio-blk-pci,drive=drive{index},addr={slot:#x}");
-                    command.arg("-device").arg(device);
+                    command.arg("-device").arg(format!(
+                        "virtio-blk-pci,drive=drive{index},num-queues={queues},addr={slot:#x}"
+                    ));
                 }
             }
         }
@@ -380,6 +401,11 @@ impl RunningGuest {
     /// The socket of QEMU's monitor, if the guest [migrates](Guest::migrates).
     pub(crate) fn monitor(&self) -> Option<&Path> {
         self.monitor.as_deref()
+    }
+
+    /// The file that its script prints to.
+    pub(crate) fn results(&self) -> &Path {
+        &self.results
     }
 
     /// Starts a QEMU like `to` that waits for this guest, whose output goes on where it is.

@@ -5,6 +5,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,19 @@ use crate::{Error, Scratch};
 
 /// The longest time of one migration, and of each step of it.
 const MIGRATION_MAX: Duration = Duration::from_secs(120);
+
+/// The time that QEMU may let a guest stand still to copy the rest of its memory: long enough for a busy machine, where memory changes
+/// faster than it is copied.
+const DOWNTIME_MAX: Duration = Duration::from_secs(2);
+
+/// The same where the disks' part of it is to be seen.
+const DOWNTIME_SHORT: Duration = Duration::from_millis(10);
+
+/// The time between two looks at what a guest prints, while the time without a line is measured.
+const LOOK: Duration = Duration::from_micros(500);
+
+/// The time that it is measured for after a migration.
+const AFTER: Duration = Duration::from_millis(300);
 
 /// QEMU's monitor, in its machine protocol (QMP).
 struct Monitor {
@@ -96,6 +110,28 @@ fn failed(path: &Path, source: std::io::Error) -> Error {
     }
 }
 
+/// Returns the longest time for which the file at `path` did not grow, from now until it has grown, and for [`AFTER`], after the end; but
+/// no more than [`MIGRATION_MAX`].
+fn longest_silence(path: &Path, ended: &AtomicBool) -> Duration {
+    let length = || std::fs::metadata(path).map_or(0, |facts| facts.len());
+    let (mut seen, mut since) = (length(), Instant::now());
+    let (mut longest, mut until) = (Duration::ZERO, None);
+    while until.is_none_or(|until| Instant::now() < until) {
+        thread::sleep(LOOK);
+        let now = length();
+        longest = longest.max(since.elapsed());
+        let has_grown = now != seen;
+        if has_grown {
+            (seen, since) = (now, Instant::now());
+        }
+        let is_over = (has_grown && ended.load(Ordering::Relaxed)) || longest > MIGRATION_MAX;
+        if until.is_none() && is_over {
+            until = Some(Instant::now() + AFTER);
+        }
+    }
+    longest
+}
+
 impl RunningGuest {
     /// Has another QEMU continue the guest: one like `to`, which differs from the guest that was started by its servers alone. The QEMU
     /// of before ends. Returns the time for which the guest stood still, as QEMU tells it.
@@ -108,13 +144,24 @@ impl RunningGuest {
     ///
     /// If the guest was started without [`Guest::migrates`].
     pub fn migrate(&mut self, to: &Guest<'_>, scratch: &Scratch, name: &str) -> Result<Duration, Error> {
+        self.migrate_in(DOWNTIME_MAX, to, scratch, name)
+    }
+
+    /// As [`migrate`](Self::migrate), with this limit of the time to copy the rest of the memory.
+    fn migrate_in(
+        &mut self,
+        downtime: Duration,
+        to: &Guest<'_>,
+        scratch: &Scratch,
+        name: &str,
+    ) -> Result<Duration, Error> {
         let from = self.monitor().expect("a guest that migrates");
         let mut source = Monitor::connect(from)?;
         let mut target = self.continued(to, scratch, name)?;
         let mut incoming = Monitor::connect(target.monitor().expect("a guest that migrates"))?;
         let uri = format!("unix:{}", scratch.file(&format!("{name}.migration")).display());
         incoming.ask("migrate-incoming", json!({ "uri": uri }))?;
-        let limits = json!({ "max-bandwidth": 1_u64 << 33, "downtime-limit": 2000 });
+        let limits = json!({ "max-bandwidth": 1_u64 << 33, "downtime-limit": downtime.as_millis() as u64 });
         source.ask("migrate-set-parameters", limits)?;
         source.ask("migrate", json!({ "uri": uri }))?;
         let done = source.ask_until("query-migrate", "status", "completed")?;
@@ -124,5 +171,32 @@ impl RunningGuest {
         target.ended_well()?;
         let still = done.get("downtime").and_then(Value::as_u64).unwrap_or_default();
         Ok(Duration::from_millis(still))
+    }
+
+    /// As [`migrate`](Self::migrate), of a guest whose script prints all the time, and with little memory that is left to be copied while
+    /// it stands still. Returns also the longest time without a word of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`migrate`](Self::migrate).
+    ///
+    /// # Panics
+    ///
+    /// As [`migrate`](Self::migrate).
+    pub fn migrate_watched(
+        &mut self,
+        to: &Guest<'_>,
+        scratch: &Scratch,
+        name: &str,
+    ) -> Result<(Duration, Duration), Error> {
+        let results = self.results().to_owned();
+        let ended = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let watch = scope.spawn(|| longest_silence(&results, &ended));
+            let still = self.migrate_in(DOWNTIME_SHORT, to, scratch, name);
+            ended.store(true, Ordering::Relaxed);
+            let silence = watch.join().expect("it looks at a file only");
+            Ok((still?, silence))
+        })
     }
 }

@@ -9,6 +9,7 @@ mod features;
 pub(crate) mod guest;
 pub(crate) mod memory;
 pub(crate) mod micro;
+mod migration;
 pub(crate) mod queues;
 mod said;
 pub(crate) mod space;
@@ -217,6 +218,7 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
     rows.extend(memory::rows());
     rows.extend(space::rows());
     rows.extend(micro::rows());
+    rows.extend(migration::rows());
     rows.extend(vmm::rows());
     rows.extend(ublk::rows());
     rows.extend(ublk_scale::rows());
