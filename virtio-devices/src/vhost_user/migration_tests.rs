@@ -468,6 +468,8 @@ fn client_is_answered_while_its_image_opens_and_leaves_no_opening_behind() {
     let bases = stop(&back);
     let door = shelf.door.lock();
     drop(migrate(&back, &bases, &second));
+    // Its server has noticed that it is gone.
+    std::thread::sleep(Duration::from_millis(50));
     drop(door);
     shelf.disk.fail_to_close(IoError::Host { errno: libc::EIO });
     assert!(second.end().is_err());
