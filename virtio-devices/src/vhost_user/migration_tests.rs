@@ -30,7 +30,7 @@ struct Shelf {
     disk: MemDisk,
     /// The number of the server that has it; 0: none.
     holder: AtomicUsize,
-    /// Whoever opens it waits until this is free.
+    /// Held by a test to make whoever opens the disk wait.
     door: Mutex<()>,
 }
 

@@ -37,14 +37,14 @@ pub(crate) fn rows() -> Vec<Row> {
     }]
 }
 
-/// Who serves the guest's disks.
+/// The server of the guest's disks.
 #[derive(Clone, Copy, Debug)]
 enum Side {
     Ours,
     Qemu,
 }
 
-/// What the sides had in each turn, in milliseconds.
+/// The figures of one side, one of each kind for each turn, in milliseconds.
 #[derive(Debug, Default)]
 struct Turns {
     silence: Vec<f64>,
