@@ -52,17 +52,48 @@ impl Metadata {
             Ok(None) => return unallocated(offset, len, geometry.l2_table_span()),
             Err(error) => return Lookup::Corrupt(error),
         };
-        let Some((bytes, checked)) = self.l2.get_with_state(slice) else {
+        let Some(cached) = self.l2.get_with_state(slice) else {
             // A fresh table's slices are zeros until something is mapped there.
             if self.fresh_tables.contains(&l1_index) {
                 return unallocated(offset, len, self.slice_span());
             }
             return Lookup::Miss(slice);
         };
-        let entries = L2Table::new(bytes, geometry);
+        let entries = L2Table::new(cached.bytes, geometry);
         let first = self.index_in_slice(cluster);
         let within = geometry.offset_in_cluster(offset.bytes());
-        let owns = table.copied && checked;
+        let owns = table.copied && cached.checked;
+        if let Some((at, copied)) = cached.run.place(first, within, len, geometry)
+            && !self.is_past_end(at + len.saturating_sub(1))
+        {
+            let owned = copied && owns;
+            let found = Lookup::Found {
+                extent: Extent::Data { at, owned },
+                len,
+            };
+            // Bytes of others would be read or overwritten.
+            invariant!(
+                self.lookup_entries(entries, first, offset, len, owns) == found,
+                "slice {slice} has no run of data at entry {first}"
+            );
+            return found;
+        }
+        self.lookup_entries(entries, first, offset, len, owns)
+    }
+
+    /// Returns the content of the guest bytes from `offset` on as [`Metadata::lookup`] does. Entry `first` of `entries`
+    /// describes the first of them. `owns`: what the entries own may be overwritten in place.
+    #[inline]
+    fn lookup_entries(
+        &self,
+        entries: L2Table<'_>,
+        first: usize,
+        offset: GuestOffset,
+        len: u64,
+        owns: bool,
+    ) -> Lookup {
+        let geometry = &self.geometry;
+        let within = geometry.offset_in_cluster(offset.bytes());
         if geometry.has_subclusters() {
             let entry = entries.get_as(L2EntryWidth::Extended, first);
             if let Some(extent) = self.data_of_one_cluster(entry, within, len, owns) {
@@ -266,7 +297,9 @@ impl Metadata {
             matches!(self.l1_entry(self.table_of(slice)), Ok(Some(table)) if table.copied),
             "an entry of a shared L2 table is changed"
         );
-        let kept = decoded.ok().and_then(|mapping| mapping.cluster());
+        // One that is wrong has no data.
+        let decoded = decoded.unwrap_or(L2Mapping::Unallocated);
+        let kept = decoded.cluster();
         match old {
             // The place stays the guest cluster's.
             _ if self.geometry.has_data_file() => {}
@@ -286,8 +319,9 @@ impl Metadata {
             }
         }
         let index = self.index_in_slice(cluster);
-        let bytes = self.l2.get_mut(slice).ok_or(Blocked::LoadL2(slice))?;
+        let (bytes, run) = self.l2.change(slice).ok_or(Blocked::LoadL2(slice))?;
         L2TableMut::new(bytes, &self.geometry).set(index, new);
+        run.change(index, &decoded, &self.geometry);
         Ok(())
     }
 }
@@ -369,9 +403,9 @@ mod tests {
             let bytes = metadata.l2.get_mut(0).expect("it was inserted");
             let geometry = metadata.geometry;
             (0..2).for_each(|index| L2TableMut::new(bytes, &geometry).set(index, entry));
-            let (bytes, checked) = metadata.l2.get_with_state(0).expect("it was inserted");
-            let entries = L2Table::new(bytes, &geometry);
-            let slowly = metadata.lookup_subclusters(entries, 0, GuestOffset::new(within), len, checked);
+            let cached = metadata.l2.get_with_state(0).expect("it was inserted");
+            let entries = L2Table::new(cached.bytes, &geometry);
+            let slowly = metadata.lookup_subclusters(entries, 0, GuestOffset::new(within), len, cached.checked);
             let slowly = slowly.map_or_else(|lookup| *lookup, |(extent, len)| Lookup::Found { extent, len });
             prop_assert_eq!(metadata.lookup(GuestOffset::new(within), len), slowly);
         }

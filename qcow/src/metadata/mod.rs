@@ -14,6 +14,7 @@
 mod cache_tests;
 pub(crate) mod clear;
 pub(crate) mod cluster_use;
+mod data_run;
 pub(crate) mod dirty_bits;
 mod drops;
 pub(crate) mod free_runs;

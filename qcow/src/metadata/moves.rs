@@ -295,8 +295,8 @@ impl Metadata {
         };
         for slice in self.table_slices(l1_index) {
             match self.l2.get_with_state(slice) {
-                Some((_, true)) => {}
-                Some((_, false)) => return Err(Blocked::CheckL2(slice)),
+                Some(cached) if cached.checked => {}
+                Some(_) => return Err(Blocked::CheckL2(slice)),
                 None => return Err(Blocked::LoadL2(slice)),
             }
         }
@@ -305,7 +305,7 @@ impl Metadata {
         };
         // Dirty, they stay in the cache until the table is written whole.
         for slice in self.table_slices(l1_index) {
-            self.l2.get_mut(slice);
+            self.l2.change(slice);
         }
         self.point_at_table(l1_index, run.first);
         self.drop_clusters(Dropped::one(old), true);

@@ -13,6 +13,7 @@ use block::sync::atomic::{AtomicBool, Ordering};
 use block::sync::{SingleFlight, WaitList};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::data_run::DataRun;
 use super::table_budget::TableBudget;
 use crate::format::Geometry;
 use crate::invariant::invariant;
@@ -42,6 +43,17 @@ pub(crate) struct Slice {
     used: AtomicBool,
     /// True if its entries may be changed and written through; otherwise they must be checked first.
     checked: bool,
+    /// Of an L2 table's slice: clusters that can be found without a look at their entries.
+    run: DataRun,
+}
+
+/// A cached slice as it is to a reader.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Cached<'a> {
+    pub(crate) bytes: &'a [u8],
+    /// True if it may be written through.
+    pub(crate) checked: bool,
+    pub(crate) run: DataRun,
 }
 
 /// Slices that have changed since [`SliceCache::watch`], as they were then; `None` for those that were not on disk yet.
@@ -134,26 +146,37 @@ impl SliceCache {
     /// Returns the bytes of a slice, if it is cached.
     #[inline]
     pub(crate) fn get(&self, key: u64) -> Option<&[u8]> {
-        Some(self.get_with_state(key)?.0)
+        Some(self.get_with_state(key)?.bytes)
     }
 
-    /// Returns the bytes of a slice, if it is cached, and true if it may be written through.
+    /// Returns a slice, if it is cached.
     #[inline]
-    pub(crate) fn get_with_state(&self, key: u64) -> Option<(&[u8], bool)> {
+    pub(crate) fn get_with_state(&self, key: u64) -> Option<Cached<'_>> {
         let slice = self.slot(key)?;
         if !slice.used.load(Ordering::Relaxed) {
             slice.used.store(true, Ordering::Relaxed);
         }
-        Some((&slice.data, slice.checked))
+        Some(Cached {
+            bytes: &slice.data,
+            checked: slice.checked,
+            run: slice.run,
+        })
     }
 
-    /// Returns the bytes of an unchecked slice and marks it checked; the caller must check it.
-    pub(crate) fn take_unchecked(&mut self, key: u64) -> Option<&mut [u8]> {
+    /// Returns the bytes of an unchecked slice and its run, and marks it checked; the caller must check it.
+    pub(crate) fn take_unchecked(&mut self, key: u64) -> Option<(&mut [u8], &mut DataRun)> {
         let slice = self.slot_mut(key)?;
         if std::mem::replace(&mut slice.checked, true) {
             return None;
         }
-        Some(Arc::make_mut(&mut slice.data))
+        Some((Arc::make_mut(&mut slice.data), &mut slice.run))
+    }
+
+    /// Replaces the run of a cached slice, which must be one of it.
+    pub(crate) fn set_run(&mut self, key: u64, run: DataRun) {
+        if let Some(slice) = self.slot_mut(key) {
+            slice.run = run;
+        }
     }
 
     #[inline]
@@ -176,8 +199,15 @@ impl SliceCache {
         self.index.contains_key(&key)
     }
 
-    /// Returns the bytes of a cached slice to change; it becomes dirty.
+    /// Returns the bytes of a cached slice to change; it becomes dirty, and has no run any more.
     pub(crate) fn get_mut(&mut self, key: u64) -> Option<&mut [u8]> {
+        let (bytes, run) = self.change(key)?;
+        *run = DataRun::default();
+        Some(bytes)
+    }
+
+    /// Returns the bytes of a cached slice to change, and the run that the caller must change with them; it becomes dirty.
+    pub(crate) fn change(&mut self, key: u64) -> Option<(&mut [u8], &mut DataRun)> {
         let slot = *self.index.get(&key)?;
         let slice = self.slots.get_mut(slot as usize)?.as_mut()?;
         // Its entries could lead the write to the image's own structures.
@@ -190,7 +220,7 @@ impl SliceCache {
                 before.entry(key).or_insert_with(|| Some(Arc::clone(&slice.data)));
             }
         }
-        Some(Arc::make_mut(&mut slice.data))
+        Some((Arc::make_mut(&mut slice.data), &mut slice.run))
     }
 
     /// Keeps slices that change from now on as they are now, until [`SliceCache::end_watch`]. No slice is dirty.
@@ -252,6 +282,7 @@ impl SliceCache {
             pins: 0,
             used: AtomicBool::new(true),
             checked,
+            run: DataRun::default(),
         };
         if dirty {
             self.dirty.insert(key);

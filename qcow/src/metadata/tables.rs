@@ -11,12 +11,13 @@ use block::IoError;
 use block::sync::WaitList;
 
 use super::cluster_use::{Exposed, UseMap};
+use super::data_run::DataRun;
 use super::refcounts::{Stuck, TablePlace};
 use super::{Blocked, Dropped, Metadata, corrupt};
 use crate::format::l1::{L1_ENTRY_SIZE, L1_TABLE_MAX_BYTES};
 use crate::format::{
-    ClusterUse, EntryError, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2TableMut,
-    L2TableRef,
+    ClusterUse, EntryError, Geometry, GuestCluster, HostCluster, HostOffset, L1Entry, L2Entry, L2Table,
+    L2TableMut, L2TableRef,
 };
 use crate::invariant::invariant;
 
@@ -159,8 +160,8 @@ impl Metadata {
             Err(error) => return Err(corrupt(error)),
         }
         match self.l2.get_with_state(slice) {
-            Some((_, true)) => return Ok(slice),
-            Some((_, false)) => return Err(Blocked::CheckL2(slice)),
+            Some(cached) if cached.checked => return Ok(slice),
+            Some(_) => return Err(Blocked::CheckL2(slice)),
             None => {}
         }
         if !self.fresh_tables.contains(&l1_index) {
@@ -244,7 +245,9 @@ impl Metadata {
             .zip(table.chunks_exact(self.l2.slice_bytes()))
         {
             self.l2.discard(slice);
+            let run = self.run_of(bytes);
             self.l2.insert(slice, bytes.into(), true);
+            self.l2.set_run(slice, run);
         }
         self.drop_clusters(Dropped::one(self.geometry.host_cluster(from)), false);
         Ok(true)
@@ -256,27 +259,39 @@ impl Metadata {
     /// In an image that is sound so far, a slice that comes back is as it was when it was checked. Reads use it at
     /// once, and [`Metadata::check_slice`] checks it again before anything is written through it.
     pub(crate) fn adopt_slice(&mut self, slice: u64, mut bytes: Arc<[u8]>) -> Vec<Exposed> {
-        if !self.corrupt && self.refcounts.uses.has_seen(slice) {
-            self.share_cache();
-            self.l2.insert_unchecked(slice, bytes);
-            return Vec::new();
+        let is_as_checked = !self.corrupt && self.refcounts.uses.has_seen(slice);
+        let mut exposed = Vec::new();
+        if !is_as_checked {
+            let first = self.slice_start(slice);
+            exposed = admit(&mut self.refcounts.uses, &self.geometry, slice, first, &bytes);
+            self.corrupt |= refuse(&self.geometry, Arc::make_mut(&mut bytes), &exposed);
         }
-        let first = self.slice_start(slice);
-        let exposed = admit(&mut self.refcounts.uses, &self.geometry, slice, first, &bytes);
-        self.corrupt |= refuse(&self.geometry, Arc::make_mut(&mut bytes), &exposed);
+        let run = self.run_of(&bytes);
         self.share_cache();
-        self.l2.insert(slice, bytes, false);
+        if is_as_checked {
+            self.l2.insert_unchecked(slice, bytes);
+        } else {
+            self.l2.insert(slice, bytes, false);
+        }
+        self.l2.set_run(slice, run);
         exposed
+    }
+
+    fn run_of(&self, slice: &[u8]) -> DataRun {
+        DataRun::longest(L2Table::new(slice, &self.geometry), &self.geometry)
     }
 
     /// Checks a cached slice, if it is unchecked, as [`Metadata::adopt_slice`] does.
     pub(crate) fn check_slice(&mut self, slice: u64) -> Vec<Exposed> {
         let first = self.slice_start(slice);
-        let Some(bytes) = self.l2.take_unchecked(slice) else {
+        let Some((bytes, run)) = self.l2.take_unchecked(slice) else {
             return Vec::new();
         };
         let exposed = admit(&mut self.refcounts.uses, &self.geometry, slice, first, bytes);
-        self.corrupt |= refuse(&self.geometry, bytes, &exposed);
+        if refuse(&self.geometry, bytes, &exposed) {
+            self.corrupt = true;
+            *run = DataRun::default();
+        }
         exposed
     }
 

@@ -57,20 +57,26 @@ const fn path(
 }
 
 /// All hot paths, each with its bound: what it takes with rustc 1.95, and a few per cent.
-pub(crate) const PATHS: [Path; 15] = [
-    path("lookup", 248.0, MANY, lookup),
-    path("cached-read", 1115.0, MANY, cached_read),
-    path("cached-read-subclusters", 1140.0, MANY, || {
+pub(crate) const PATHS: [Path; 17] = [
+    path("lookup", 212.0, MANY, lookup),
+    path("cached-read", 1100.0, MANY, cached_read),
+    path("cached-read-subclusters", 1100.0, MANY, || {
         requests(Opened::with_subclusters(), Op::Read, scattered())
+    }),
+    path("cached-read-fragmented", 1145.0, MANY, || {
+        cached_read_fragmented(false)
+    }),
+    path("cached-read-fragmented-subclusters", 1155.0, MANY, || {
+        cached_read_fragmented(true)
     }),
     path("cached-read-below", 1350.0, MANY, || cached_read_below(1)),
     path("cached-read-chain-32", 1305.0, MANY, || cached_read_below(32)),
-    path("cached-write", 1145.0, MANY, cached_write),
-    path("cached-write-subclusters", 1172.0, MANY, || {
+    path("cached-write", 1135.0, MANY, cached_write),
+    path("cached-write-subclusters", 1135.0, MANY, || {
         requests(Opened::with_subclusters(), Op::Write { fua: false }, scattered())
     }),
-    path("allocating-write", 8830.0, FEW, allocating_write),
-    path("copy-on-write", 13060.0, FEW, copy_on_write),
+    path("allocating-write", 9000.0, FEW, allocating_write),
+    path("copy-on-write", 13150.0, FEW, copy_on_write),
     path("virtqueue-read", 2100.0, MANY, || virtqueue_read(false)),
     path("virtqueue-read-indirect", 2180.0, MANY, || virtqueue_read(true)),
     path("ublk-read", 1245.0, MANY, ublk_read),
@@ -155,6 +161,23 @@ impl Opened {
         make_as(&folder, &cx, "disk.qcow2", &options);
         let opened = Self::open(folder, "disk.qcow2", false);
         opened.warm(&cx);
+        opened
+    }
+
+    /// Makes an image, with extended L2 entries or not, in whose first slices no two clusters lie one behind the other, and opens it.
+    fn fragmented(extended_l2: bool) -> Self {
+        let folder = folder();
+        let cx = Context::new(RingKind::Syscalls, 64).expect("a ring");
+        let mut options = create_options(false, None);
+        options.extended_l2 = extended_l2;
+        make_as(&folder, &cx, "disk.qcow2", &options);
+        let opened = Self::open(folder, "disk.qcow2", false);
+        let queue = opened.open_queue(&cx);
+        let write = Op::Write { fua: false };
+        for cluster in 0..SLICE / CLUSTER {
+            run(&cx, &*queue, write, (cluster ^ 1) * CLUSTER, CLUSTER as usize);
+        }
+        run(&cx, &*queue, Op::Flush, 0, 0);
         opened
     }
 
@@ -325,6 +348,12 @@ fn lookup() -> Box<dyn FnMut()> {
 fn requests(opened: Opened, op: Op, mut next: impl FnMut() -> u64 + 'static) -> Box<dyn FnMut()> {
     let mut queue = Queue::new(opened);
     Box::new(move || queue.round(op, &mut next))
+}
+
+fn cached_read_fragmented(extended_l2: bool) -> Box<dyn FnMut()> {
+    let mut next = scattered();
+    let within_first = move || next() % SLICE;
+    requests(Opened::fragmented(extended_l2), Op::Read, within_first)
 }
 
 fn cached_read() -> Box<dyn FnMut()> {
