@@ -11,7 +11,7 @@ use std::time::Duration;
 use lab::{Guest, Lab, RunningGuest, Scratch, Server, image};
 
 use super::said::failed;
-use super::{Bench, Row};
+use super::{Bench, Row, in_turns};
 use crate::report::{Better, Entry, median};
 use crate::server::Program;
 
@@ -44,43 +44,22 @@ enum Side {
     Qemu,
 }
 
-/// The figures of one side, one of each kind for each turn, in milliseconds.
-#[derive(Debug, Default)]
-struct Turns {
-    silence: Vec<f64>,
-    told: Vec<f64>,
-}
-
 fn run(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     if !matches!(bench.ours, Program::Ringdisk(_)) {
         return Err(io::Error::other("this row has no other side than ringdisk's"));
     }
     let lab = Lab::prepare().map_err(failed)?;
-    let (mut ours, mut qemu) = (Turns::default(), Turns::default());
-    let mut order = [Side::Ours, Side::Qemu];
-    for turn in 1.. {
-        for side in order {
-            let turns = match side {
-                Side::Ours => &mut ours,
-                Side::Qemu => &mut qemu,
-            };
-            let [silence, told] = measure(&lab, side).map_err(failed)?;
-            turns.silence.push(silence);
-            turns.told.push(told);
+    let measure = |_: &mut Bench, side| measure(&lab, side).map_err(failed);
+    in_turns(bench, &[Side::Ours, Side::Qemu], measure, |turns| match turns {
+        [ours, qemu] => {
+            let lower = |what, of| row.compare(what, "ms", Better::Lower, ours, ("qemu", qemu), of);
+            vec![
+                lower("silence", |[silence, _]| *silence),
+                lower("told-by-qemu", |[_, told]| *told),
+            ]
         }
-        order.reverse();
-        let entry = |what, ours: &[f64], qemu: &[f64]| {
-            row.compare_figures(what, "ms", Better::Lower, ours, ("qemu", qemu))
-        };
-        let entries = vec![
-            entry("silence", &ours.silence, &qemu.silence),
-            entry("told-by-qemu", &ours.told, &qemu.told),
-        ];
-        if turn >= bench.pairs && (turn >= bench.pairs_max || !entries.iter().any(Entry::is_undecided)) {
-            return Ok(entries);
-        }
-    }
-    Ok(Vec::new())
+        _ => Vec::new(),
+    })
 }
 
 /// The servers of one host, one for each disk, if QEMU itself is not.

@@ -140,16 +140,16 @@ impl Row {
     }
 
     /// As [`Row::entry`], of what both sides had in each turn.
-    fn compare(
+    fn compare<T>(
         &self,
         what: &str,
         unit: &str,
         better: Better,
-        ours: &Turns,
-        peer: (&str, &Turns),
-        figure: fn(&Sample) -> f64,
+        ours: &Turns<T>,
+        peer: (&str, &Turns<T>),
+        figure: fn(&T) -> f64,
     ) -> Entry {
-        let of = |turns: &Turns| turns.samples.iter().map(figure).collect::<Vec<_>>();
+        let of = |turns: &Turns<T>| turns.samples.iter().map(figure).collect::<Vec<_>>();
         match &peer.1.failure {
             Some(reason) => self.not_measured(what, unit, &of(ours), peer.0, reason),
             None => self.compare_figures(what, unit, better, &of(ours), (peer.0, &of(peer.1))),
@@ -226,16 +226,22 @@ pub(crate) fn all(before: bool) -> Vec<Row> {
 }
 
 /// The samples of one side of a row, one for each turn.
-#[derive(Debug, Default)]
-pub(crate) struct Turns {
-    samples: Vec<Sample>,
+#[derive(Debug)]
+pub(crate) struct Turns<T = Sample> {
+    samples: Vec<T>,
     /// The failure of a peer, which is not measured then.
     failure: Option<String>,
 }
 
-impl Turns {
+impl<T> Turns<T> {
+    /// The turns of a peer that has failed, or those before the first.
+    fn none(failure: Option<String>) -> Self {
+        let samples = Vec::new();
+        Self { samples, failure }
+    }
+
     /// The median of a figure.
-    fn median(&self, figure: fn(&Sample) -> f64) -> f64 {
+    fn median(&self, figure: fn(&T) -> f64) -> f64 {
         median(self.samples.iter().map(figure))
     }
 }
@@ -247,13 +253,13 @@ impl Turns {
 /// # Errors
 ///
 /// If anything but a peer fails.
-fn in_turns<S: Copy>(
+fn in_turns<S: Copy, T>(
     bench: &mut Bench,
     sides: &[S],
-    mut measure: impl FnMut(&mut Bench, S) -> io::Result<Sample>,
-    entries: impl Fn(&[Turns]) -> Vec<Entry>,
+    mut measure: impl FnMut(&mut Bench, S) -> io::Result<T>,
+    entries: impl Fn(&[Turns<T>]) -> Vec<Entry>,
 ) -> io::Result<Vec<Entry>> {
-    let mut turns: Vec<Turns> = sides.iter().map(|_| Turns::default()).collect();
+    let mut turns: Vec<Turns<T>> = sides.iter().map(|_| Turns::none(None)).collect();
     let mut order: Vec<usize> = (0..sides.len()).collect();
     for turn in 1.. {
         for &index in &order {
@@ -266,10 +272,7 @@ fn in_turns<S: Copy>(
                 Err(error) => {
                     let failure = peer::failure(error)?;
                     bench.peers_failed.push(failure.clone());
-                    turns[index] = Turns {
-                        samples: Vec::new(),
-                        failure: Some(failure),
-                    };
+                    turns[index] = Turns::none(Some(failure));
                 }
             }
         }

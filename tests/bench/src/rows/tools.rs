@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::features::promises;
-use super::{Bench, Row};
+use super::{Bench, Row, in_turns};
 use crate::images::{self, HALF_FREE_BYTES, Image, Source};
 use crate::report::{Better, Entry};
 use crate::server::Program;
@@ -39,54 +39,58 @@ pub(crate) fn rows() -> Vec<Row> {
     vec![snapshots, compact]
 }
 
+/// The tool of a turn.
+#[derive(Clone, Copy, Debug)]
+enum Tool {
+    Ours,
+    Qemu,
+}
+
+/// The cost of making an image shorter.
+struct Compacted {
+    seconds: f64,
+    /// The most space that the file took beyond what it did.
+    extra_mib: f64,
+}
+
 /// A snapshot of a disk of one tebibyte whose clusters are all mapped, created and deleted by tools.
 fn run_snapshots(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     let Program::Ringdisk(ours) = bench.ours.clone() else {
         return Err(io::Error::other("only our own tool is compared"));
     };
     let image = bench.images.image(Source::Mapped)?;
-    let path: &Path = &image.path;
-    let turn = |tool: &OsStr, create: &[&OsStr], delete: &[&OsStr]| -> io::Result<[f64; 2]> {
+    let (create, delete) = (["image", "snapshot", "create"], ["image", "snapshot", "delete"]);
+    let turn = |tool: &OsStr, create: &[&str], delete: &[&str], rest: [&OsStr; 2]| -> io::Result<[f64; 2]> {
+        let time = |words: &[&str]| {
+            let words: Vec<&OsStr> = words.iter().map(OsStr::new).chain(rest).collect();
+            seconds(tool, &words)
+        };
         cache::prepare(&image, false)?;
-        let created = seconds(tool, create)?;
-        Ok([created, seconds(tool, delete)?])
+        Ok([time(create)?, time(delete)?])
     };
-    let words = |words: [&'static str; 3]| words.map(OsStr::new);
-    let name = OsStr::new("bench");
-    let (create, delete) = (
-        words(["image", "snapshot", "create"]),
-        words(["image", "snapshot", "delete"]),
-    );
-    let our_create = [&create[..], &[path.as_os_str(), name]].concat();
-    let our_delete = [&delete[..], &[path.as_os_str(), name]].concat();
-    let peer_create = [OsStr::new("snapshot"), OsStr::new("-c"), name, path.as_os_str()];
-    let peer_delete = [OsStr::new("snapshot"), OsStr::new("-d"), name, path.as_os_str()];
-    let (mut our_times, mut peer_times): (Vec<_>, Vec<_>) = Default::default();
-    let mut failure = None;
-    for _ in 0..bench.pairs {
-        bench.images.settle()?;
-        our_times.push(turn(ours.as_os_str(), &our_create, &our_delete)?);
-        bench.images.settle()?;
-        if failure.is_none() {
-            match turn(OsStr::new("qemu-img"), &peer_create, &peer_delete) {
-                Ok(times) => peer_times.push(times),
-                Err(error) => failure = Some(peer::failure(peer::failed("qemu-img", &error))?),
-            }
+    let (path, name) = (image.path.as_os_str(), OsStr::new("bench"));
+    let measure = |_: &mut Bench, tool| match tool {
+        Tool::Ours => turn(ours.as_os_str(), &create, &delete, [path, name]),
+        Tool::Qemu => turn(
+            OsStr::new("qemu-img"),
+            &["snapshot", "-c"],
+            &["snapshot", "-d"],
+            [name, path],
+        )
+        .map_err(|error| peer::failed("qemu-img", &error)),
+    };
+    let entries = in_turns(bench, &[Tool::Ours, Tool::Qemu], measure, |turns| match turns {
+        [ours, qemu] => {
+            let lower = |what, of| row.compare(what, "s", Better::Lower, ours, ("qemu-img", qemu), of);
+            vec![
+                lower("create", |[create, _]| *create),
+                lower("delete", |[_, delete]| *delete),
+            ]
         }
-    }
+        _ => Vec::new(),
+    })?;
     images::check(&image)?;
-    bench.peers_failed.extend(failure.clone());
-    let entry = |what: &str, at: usize| {
-        let of = |times: &[[f64; 2]]| times.iter().map(|times| times[at]).collect::<Vec<_>>();
-        match &failure {
-            Some(reason) => row.not_measured(what, "s", &of(&our_times), "qemu-img", reason),
-            None => {
-                let peer = of(&peer_times);
-                row.compare_figures(what, "s", Better::Lower, &of(&our_times), ("qemu-img", &peer))
-            }
-        }
-    };
-    Ok(vec![entry("create", 0), entry("delete", 1)])
+    Ok(entries)
 }
 
 /// Runs a tool and returns the time that it took, in seconds.
@@ -107,40 +111,50 @@ fn run_compact(row: &Row, bench: &mut Bench) -> io::Result<Vec<Entry>> {
     let mut image = template.clone();
     image.path.set_file_name("compacted.qcow2");
     let converted = image.path.with_file_name("converted.qcow2");
-    let (mut our_times, mut peer_times) = (Vec::new(), Vec::new());
-    let mut extra_mib = 0.0_f64;
-    for turn in 0..bench.pairs {
+    let mut is_compared = false;
+    let mut compacted = |image: &Image| -> io::Result<Compacted> {
         space::remove(&image.path)?;
         let mut copy = Command::new("cp");
         copy.arg("--sparse=always").arg(&template.path).arg(&image.path);
         process::output(copy, LIMIT)?;
-        bench.images.settle()?;
-        cache::prepare(&image, false)?;
-        let (time, extra) = compact(&ringdisk, &image)?;
-        our_times.push(time);
-        extra_mib = extra_mib.max(extra);
-        if turn == 0 {
-            compare(&template, &image)?;
+        File::open(&image.path)?.sync_all()?;
+        cache::prepare(image, false)?;
+        let (seconds, extra_mib) = compact(&ringdisk, image)?;
+        if !is_compared {
+            compare(&template, image)?;
+            is_compared = true;
         }
-        bench.images.settle()?;
-        cache::prepare(&template, false)?;
-        peer_times.push(convert(&template.path, &converted)?);
-        space::remove(&converted)?;
-    }
+        Ok(Compacted { seconds, extra_mib })
+    };
+    let measure = |_: &mut Bench, tool| match tool {
+        Tool::Ours => compacted(&image),
+        Tool::Qemu => {
+            cache::prepare(&template, false)?;
+            let time = convert(&template.path, &converted);
+            space::remove(&converted)?;
+            Ok(Compacted {
+                seconds: time?,
+                extra_mib: 0.0,
+            })
+        }
+    };
+    let entries = in_turns(bench, &[Tool::Ours, Tool::Qemu], measure, |turns| match turns {
+        [ours, qemu] => {
+            let most = ours
+                .samples
+                .iter()
+                .fold(0.1, |most, turn| turn.extra_mib.max(most));
+            let (lower, peer) = (Better::Lower, ("qemu-img convert", qemu));
+            vec![
+                row.compare("time", "s", lower, ours, peer, |turn| turn.seconds),
+                row.entry("extra-space", "MiB", lower, most, ("bound", EXTRA_MIB)),
+            ]
+        }
+        _ => Vec::new(),
+    })?;
     space::remove(&image.path)?;
     bench.images.forget(Source::HalfFree)?;
-    let (ours, peer) = (&our_times[..], ("qemu-img convert", &peer_times[..]));
-    let extra = row.entry(
-        "extra-space",
-        "MiB",
-        Better::Lower,
-        extra_mib.max(0.1),
-        ("bound", EXTRA_MIB),
-    );
-    Ok(vec![
-        row.compare_figures("time", "s", Better::Lower, ours, peer),
-        extra,
-    ])
+    Ok(entries)
 }
 
 /// Compacts an image. Returns the time that it took, in seconds, and the most space that the file took beyond what it did, in MiB.
