@@ -320,7 +320,7 @@ impl SliceCache {
     }
 
     /// Returns true if a slice has to go before another one comes.
-    fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         let count = self.index.len();
         count >= self.budget || (count >= self.least && self.together.is_full())
     }
