@@ -319,8 +319,13 @@ impl SliceCache {
         memory.unwrap_or_else(|| bytes.into())
     }
 
+    /// Returns true if a slice that comes takes the place of another one, which [`SliceCache::copy_of`] may have dropped already.
+    pub(crate) fn is_replacing(&self) -> bool {
+        self.index.len() + 1 >= self.budget || self.is_full()
+    }
+
     /// Returns true if a slice has to go before another one comes.
-    pub(crate) fn is_full(&self) -> bool {
+    fn is_full(&self) -> bool {
         let count = self.index.len();
         count >= self.budget || (count >= self.least && self.together.is_full())
     }

@@ -267,10 +267,12 @@ impl Metadata {
             self.corrupt |= refuse(&self.geometry, Arc::make_mut(&mut bytes), &exposed);
         }
         self.share_cache();
-        // Where slices come and go, one is dropped before a search has paid: that is a sixth of a load.
-        let run = (!self.l2.is_full())
-            .then(|| self.run_of(&bytes))
-            .unwrap_or_default();
+        // Where slices come and go, one is dropped before a search has paid.
+        let run = if self.l2.is_replacing() {
+            DataRun::default()
+        } else {
+            self.run_of(&bytes)
+        };
         if is_as_checked {
             self.l2.insert_unchecked(slice, bytes);
         } else {
