@@ -24,11 +24,14 @@ mod differences;
 mod error;
 mod keys;
 pub(crate) mod rate;
+mod values;
 
 pub(crate) use differences::{LIMIT_KEYS, OPENING_KEYS};
 pub use error::DiskConfigError;
 pub use keys::{KEYS, Key, Scope, keys_help, machine_keys_help};
 pub use rate::{GroupMember, RateLimitGroupError, RateLimitGroups};
+pub(crate) use values::cpu_list;
+use values::{affinity, non_empty, number, on_off, snapshot};
 
 /// The format of an image.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -174,9 +177,6 @@ pub fn table_cache_bytes(text: &str) -> Result<u64, String> {
     let bytes = bytes.filter(|&bytes| bytes >= MIN_TABLE_CACHE_BYTES);
     bytes.ok_or_else(|| format!("`{text}` is no size of a table cache; expected 1M or more"))
 }
-/// One more than the largest CPU number the kernel's affinity call takes.
-const CPU_LIMIT: usize = 1024;
-
 impl DiskConfig {
     /// A disk at `path` with every option at its default.
     #[must_use]
@@ -564,66 +564,6 @@ fn backend(
         }),
         None => socket.map_or_else(|| without("vhost_user", "socket"), Ok),
     }
-}
-
-fn non_empty(value: &str) -> Option<&str> {
-    (!value.is_empty()).then_some(value)
-}
-
-fn snapshot(value: &str) -> Option<SnapshotSelector> {
-    let which = SnapshotSelector::parse(value);
-    let (SnapshotSelector::Id(text) | SnapshotSelector::Name(text) | SnapshotSelector::Any(text)) = &which;
-    non_empty(text)?;
-    Some(which)
-}
-
-fn on_off(value: &str) -> Option<bool> {
-    match value {
-        "on" | "true" => Some(true),
-        "off" | "false" => Some(false),
-        _ => None,
-    }
-}
-
-/// Plain decimal digits in `min..=max`.
-fn number(value: &str, min: u32, max: u32) -> Option<u32> {
-    let plain = value.bytes().all(|byte| byte.is_ascii_digit());
-    value
-        .parse()
-        .ok()
-        .filter(|number| plain && (min..=max).contains(number))
-}
-
-/// `[1,3-5]`: the CPUs, each once, in order.
-pub(crate) fn cpu_list(text: &str) -> Option<Vec<usize>> {
-    let mut numbers = Vec::new();
-    for item in key_value::list(text)? {
-        let (first, last) = item.split_once('-').unwrap_or((item, item));
-        let cpu = |text| number(text, 0, CPU_LIMIT as u32 - 1);
-        let (first, last) = (cpu(first)?, cpu(last)?);
-        if first > last {
-            return None;
-        }
-        numbers.extend((first..=last).map(|cpu| cpu as usize));
-    }
-    numbers.sort_unstable();
-    numbers.dedup();
-    Some(numbers)
-}
-
-/// `[0@[1,3],1@[2-5]]`: each queue once, each with at least one CPU.
-fn affinity(value: &str) -> Option<Vec<QueueAffinity>> {
-    let mut queues: Vec<QueueAffinity> = Vec::new();
-    for entry in key_value::list(value)? {
-        let (queue, cpus) = entry.split_once('@')?;
-        let queue = number(queue, 0, u32::from(MAX_QUEUES) - 1)?.try_into().ok()?;
-        let numbers = cpu_list(cpus)?;
-        if queues.iter().any(|known| known.queue == queue) {
-            return None;
-        }
-        queues.push(QueueAffinity { queue, cpus: numbers });
-    }
-    Some(queues)
 }
 
 #[cfg(test)]

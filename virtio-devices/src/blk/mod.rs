@@ -9,6 +9,7 @@
 mod config;
 mod device;
 mod queue;
+mod queue_config;
 mod request;
 mod run;
 #[cfg(test)]
@@ -17,6 +18,7 @@ mod tests;
 pub(crate) use config::{CONFIG_BYTES, WRITEBACK_OFFSET};
 pub(crate) use device::CacheMode;
 pub use device::{BlockDevice, BlockDeviceConfig, ConfigWriteError, SERIAL_BYTES, SerialTooLong};
-pub use queue::{BlockQueue, BlockQueueConfig, IN_FLIGHT_MAX, Notify, QueueReport, StartQueueError};
+pub use queue::{BlockQueue, IN_FLIGHT_MAX};
+pub use queue_config::{BlockQueueConfig, Notify, QueueReport, StartQueueError};
 pub(crate) use run::{FlushError, flush};
 pub use run::{RunQueueError, RunningQueue};

@@ -4,7 +4,7 @@ use block::{IoError, Op};
 
 use super::abi::op;
 use super::model::Io;
-use super::queue::{Duty, QueueEvent};
+use super::queue_state::{Duty, QueueEvent};
 use super::tests::World;
 use crate::testing::MemDisk;
 

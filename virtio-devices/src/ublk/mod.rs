@@ -22,6 +22,7 @@ mod hand_over_tests;
 pub mod model;
 mod params;
 mod queue;
+mod queue_state;
 mod rights;
 #[cfg(test)]
 mod tests;
@@ -37,5 +38,6 @@ pub use control::{
 pub use device::{HandOverError, HandOverProgress, RecoveringDevice, Step, UblkDevice, parting_duty};
 pub use error::{AddError, CloseError, ResizeError};
 pub use params::ParamsError;
-pub use queue::{Counts, Duty, Events, QueueEvent, QueueState, UblkQueue};
+pub use queue::UblkQueue;
+pub use queue_state::{Counts, Duty, Events, QueueEvent, QueueState};
 pub use rights::may_administer;

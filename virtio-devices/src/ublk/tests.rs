@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 
 use super::abi::op;
 use super::model::{Io, Model, ModelChannel};
-use super::queue::{Counts, QueueEvent, QueueState, UblkQueue};
+use super::queue::UblkQueue;
+use super::queue_state::{Counts, QueueEvent, QueueState};
 use crate::stats::RequestKind;
 use crate::testing::{DISK_BYTES, MemDisk};
 use ringdisk_gen::Random;

@@ -16,7 +16,8 @@ use simulator::pages::Tags;
 use super::abi::op;
 use super::config::first_slot;
 use super::model::{Io, Model, ModelChannel, RingTable};
-use super::queue::{Counts, QueueState, UblkQueue};
+use super::queue::UblkQueue;
+use super::queue_state::{Counts, QueueState};
 use ringdisk_gen::Random;
 
 const IO_BYTES_MAX: u32 = 64 << 10;

@@ -391,7 +391,7 @@ fn group<'a>(
         }
         seen.push(key);
         let taken = match limits.try_set(key, value) {
-            None => super::non_empty(value).map(|value| id = Some(value.to_owned())),
+            None => super::values::non_empty(value).map(|value| id = Some(value.to_owned())),
             Some(taken) => taken,
         };
         taken.ok_or_else(|| RateLimitGroupError::Value {

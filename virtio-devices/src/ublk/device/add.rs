@@ -12,7 +12,7 @@ use super::super::config::{self, Recovery, TransportChoice, UblkConfig};
 use super::super::control::Control;
 use super::super::error::AddError;
 use super::super::params;
-use super::super::queue::Events;
+use super::super::queue_state::Events;
 use super::super::rights::may_administer;
 use super::{NODE, UblkDevice, open_char};
 

@@ -19,7 +19,7 @@ use super::super::abi::Flags;
 use super::super::config::Recovery;
 use super::super::control::{CommandError, Control};
 use super::super::error::DRAIN;
-use super::super::queue::Duty;
+use super::super::queue_state::Duty;
 use super::UblkDevice;
 
 /// The time that the driver may wait for a tag without a request. The exit of the process frees all tags anyway.
@@ -112,7 +112,7 @@ impl HandOverProgress {
     const QUIET_ROUNDS: u32 = 3;
 
     /// Every worker was given a command between two of its rounds; after that, no queue had anything
-    /// [unfinished](super::super::queue::QueueState::unfinished), or one had.
+    /// [unfinished](super::super::queue_state::QueueState::unfinished), or one had.
     pub fn after_round(&mut self, finished: bool) -> Step {
         self.quiet_rounds = if finished { self.quiet_rounds + 1 } else { 0 };
         if self.quiet_rounds < Self::QUIET_ROUNDS {

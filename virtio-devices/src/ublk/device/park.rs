@@ -12,7 +12,7 @@ use block::Disk;
 use block::worker::WorkerHandle;
 use parking_lot::Mutex;
 
-use super::super::queue::Duty;
+use super::super::queue_state::Duty;
 use super::{Queue, UblkDevice};
 
 /// The longest time that the disk may take to answer what it has.
@@ -78,7 +78,8 @@ mod tests {
     use super::super::super::abi::{DeviceInfo, op};
     use super::super::super::channel::Transport;
     use super::super::super::model::{Io, Model};
-    use super::super::super::queue::{QueueEvent, QueueState, UblkQueue};
+    use super::super::super::queue::UblkQueue;
+    use super::super::super::queue_state::{QueueEvent, QueueState};
     use super::*;
     use crate::testing::MemDisk;
 

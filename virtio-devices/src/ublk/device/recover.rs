@@ -14,7 +14,7 @@ use super::super::channel::{Transport, end_half_recovery};
 use super::super::config::UblkConfig;
 use super::super::control::Control;
 use super::super::error::AddError;
-use super::super::queue::Events;
+use super::super::queue_state::Events;
 use super::{UblkDevice, open_char};
 
 /// The longest time that the driver may take to notice that a server is gone: requests that it waits for in vain time
