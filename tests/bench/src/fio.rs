@@ -10,24 +10,27 @@ use serde_json::Value;
 
 use crate::client::drive::Timing;
 use crate::process;
-use crate::workload::{Pattern, Sample, Workload};
+use crate::workload::{CLUSTER_BYTES, Pattern, Sample, Workload};
 
 /// The number of requests that fio submits at once.
 const BATCH: u16 = 8;
 
 /// Runs `workload` with fio's io_uring engine on the raw file at `path`.
 ///
-/// The sample has no latencies: they would have a clock read for each request.
+/// The sample has no latencies: they would have a clock read for each request. Of [`Pattern::OncePerCluster`] it has the blocks in
+/// order, as an engine allocates clusters whatever the guest's order is, and not the sync at their end.
 ///
 /// # Errors
 ///
 /// If fio is missing, fails or prints something else than its JSON.
 pub(crate) fn run(path: &Path, direct: bool, workload: &Workload, timing: Timing) -> io::Result<Sample> {
+    let block = u64::from(workload.block_bytes);
     let rw = match workload.pattern {
-        Pattern::RandomRead => "randread",
-        Pattern::RandomWrite | Pattern::OncePerCluster | Pattern::WriteFlush => "randwrite",
-        Pattern::SequentialRead => "read",
-        Pattern::SequentialWrite => "write",
+        Pattern::RandomRead => "randread".to_owned(),
+        Pattern::RandomWrite | Pattern::WriteFlush => "randwrite".to_owned(),
+        Pattern::SequentialRead => "read".to_owned(),
+        Pattern::SequentialWrite => "write".to_owned(),
+        Pattern::OncePerCluster => format!("write:{}", CLUSTER_BYTES - block),
     };
     let mut fio = Command::new("fio");
     fio.args([
@@ -37,23 +40,29 @@ pub(crate) fn run(path: &Path, direct: bool, workload: &Workload, timing: Timing
         "--output-format=json",
     ]);
     fio.args([
-        "--time_based",
         "--norandommap",
         "--randrepeat=0",
         "--invalidate=0",
         "--allow_file_create=0",
+        "--fallocate=none",
     ]);
     fio.args(["--registerfiles", "--fixedbufs", "--gtod_reduce=1"]);
     fio.arg(format!("--iodepth_batch_submit={}", workload.depth.min(BATCH)));
     fio.arg("--iodepth_batch_complete_min=1");
     fio.arg(format!("--iodepth_batch_complete_max={}", workload.depth));
     fio.arg(format!("--rw={rw}"));
-    fio.arg(format!("--bs={}", workload.block_bytes));
+    fio.arg(format!("--bs={block}"));
     fio.arg(format!("--iodepth={}", workload.depth));
     fio.arg(format!("--direct={}", u8::from(direct)));
     fio.arg(format!("--size={}", workload.disk_bytes));
-    fio.arg(format!("--runtime={}ms", timing.measure.as_millis()));
-    fio.arg(format!("--ramp_time={}ms", timing.warm_up.as_millis()));
+    if workload.pattern == Pattern::OncePerCluster {
+        let clusters = workload.disk_bytes / CLUSTER_BYTES;
+        fio.arg(format!("--io_size={}", clusters * block));
+    } else {
+        fio.arg("--time_based");
+        fio.arg(format!("--runtime={}ms", timing.measure.as_millis()));
+        fio.arg(format!("--ramp_time={}ms", timing.warm_up.as_millis()));
+    }
     if workload.pattern == Pattern::WriteFlush {
         fio.arg("--fdatasync=1");
     }

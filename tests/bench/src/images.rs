@@ -93,6 +93,8 @@ pub(crate) enum Source {
     Chain,
     /// Nothing allocated. Made anew for each measurement.
     Fresh,
+    /// A raw file that is one hole, as large as the disk of [`Source::Fresh`]. Made anew for each measurement.
+    RawFresh,
     /// One tebibyte, every L2 table allocated, no data.
     Huge,
     /// One tebibyte whose clusters are all mapped, no data, to have snapshots.
@@ -125,7 +127,10 @@ impl Source {
     /// Returns true if writing to the image uses it up.
     #[must_use]
     pub(crate) fn used_up_by_writing(self) -> bool {
-        matches!(self, Self::Overlay | Self::OverlayExtended | Self::Fresh)
+        matches!(
+            self,
+            Self::Overlay | Self::OverlayExtended | Self::Fresh | Self::RawFresh
+        )
     }
 
     /// The size of the disk in it, in bytes.
@@ -147,7 +152,7 @@ impl Source {
             | Self::ScratchBitmapOff
             | Self::Luks => DATA_BYTES,
             Self::Deflate | Self::Zstd => COMPRESSED_BYTES,
-            Self::Fresh => FRESH_BYTES,
+            Self::Fresh | Self::RawFresh => FRESH_BYTES,
             Self::Huge | Self::Mapped => HUGE_BYTES,
             Self::WideBitmap | Self::WideBitmapOff => WIDE_BYTES,
             Self::HalfFree => HALF_FREE_BYTES,
@@ -200,7 +205,7 @@ impl Source {
     /// Returns its format.
     pub(crate) fn format(self) -> Format {
         match self {
-            Self::Raw | Self::RawScratch => Format::Raw,
+            Self::Raw | Self::RawScratch | Self::RawFresh => Format::Raw,
             _ => Format::Qcow2,
         }
     }
@@ -216,6 +221,7 @@ impl Source {
             Self::Overlay => "overlay.qcow2",
             Self::Chain => "chain.qcow2",
             Self::Fresh => "fresh.qcow2",
+            Self::RawFresh => "fresh.raw",
             Self::Huge => "huge.qcow2",
             Self::Mapped => "mapped.qcow2",
             Self::DataExtended => "data-extended.qcow2",
@@ -469,6 +475,7 @@ impl Images {
         let size = source.disk_bytes();
         match source {
             Source::Raw | Source::RawScratch => write_content(path, size),
+            Source::RawFresh => File::create(path)?.set_len(size),
             Source::Data | Source::Scratch | Source::ScratchBitmap | Source::ScratchBitmapOff => {
                 self.convert(size, &["-o", "cluster_size=64k"], path)
             }

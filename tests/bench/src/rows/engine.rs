@@ -88,12 +88,16 @@ impl Plan {
             Source::Fresh => sides.push(Side::Peer(Engine::QemuImg)),
             _ => {}
         }
+        if self.source == Source::Fresh && self.direct {
+            sides.push(Side::Fio);
+        }
         sides
     }
 
     fn measure(&self, bench: &mut Bench, side: Side) -> io::Result<Sample> {
         let writes = self.workload.pattern.writes();
         let source = match side {
+            Side::Fio if self.source == Source::Fresh => Source::RawFresh,
             Side::Raw | Side::Fio if writes => Source::RawScratch,
             Side::Raw | Side::Fio => Source::Raw,
             Side::Ours | Side::Peer(_) => self.source,
