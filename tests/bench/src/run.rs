@@ -247,7 +247,7 @@ fn in_order(all: &[Row], progress: &Progress) -> Vec<Entry> {
         .collect()
 }
 
-/// The rows of an interrupted run with the same id.
+/// The rows of an interrupted run with the same id; none if there was no run. Another run's stay as they are.
 fn kept(store: &Path, id: &str) -> io::Result<BTreeMap<String, Vec<Entry>>> {
     let text = match fs::read_to_string(store) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
@@ -256,17 +256,19 @@ fn kept(store: &Path, id: &str) -> io::Result<BTreeMap<String, Vec<Entry>>> {
     let mut last: Progress = serde_json::from_str(&text)?;
     last.rows.retain(|row, _| !last.partial.contains(row));
     if last.id != id {
-        println!("the last run had other settings or another commit: nothing to resume");
-        return Ok(BTreeMap::new());
+        return Err(io::Error::other(format!(
+            "cannot resume: the last run was of {}, and this is of {id}; begin anew without --resume, or elsewhere with --out",
+            last.id
+        )));
     }
     println!("keeping {} rows of the last run", last.rows.len());
     Ok(last.rows)
 }
 
-/// Names what makes figures comparable: the commit and the settings.
+/// Names what makes figures comparable: the settings and the last commit, of those that change more than pages.
 fn run_id(arguments: &RunArguments) -> String {
     let mut git = Command::new("git");
-    git.args(["rev-parse", "--short", "HEAD"]);
+    git.args(["log", "-1", "--format=%h", "--", ":/", ":!/docs", ":!/*.md"]);
     let commit = process::output(git, Duration::from_secs(10)).unwrap_or_default();
     let commit = if commit.trim().is_empty() {
         "unknown"
@@ -389,6 +391,20 @@ mod tests {
         assert!(entries.iter().all(|entry| entry.met == Some(true)), "{entries:?}");
         assert_eq!((entries.len(), problems.len()), (2, 0));
         assert!(progress.partial.contains("second") && !progress.partial.contains("first"));
+    }
+
+    #[test]
+    fn resumed_run_keeps_rows_of_its_own_id_and_refuses_those_of_another() {
+        let scratch = lab::Scratch::new().unwrap();
+        let store = scratch.file("run.json");
+        assert!(kept(&store, "one").unwrap().is_empty(), "no run to go on with");
+        let (_, mut progress, _) = two_rows(|| None);
+        progress.id = "one".to_owned();
+        let partial = progress.partial.len();
+        report::write_json(&store, &progress).unwrap();
+        assert_eq!(kept(&store, "one").unwrap().len(), 2 - partial);
+        let error = kept(&store, "another").unwrap_err().to_string();
+        assert!(error.contains("of one, and this is of another"), "{error}");
     }
 
     #[test]
