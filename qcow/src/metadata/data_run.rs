@@ -107,7 +107,7 @@ impl DataRun {
         let (first, end) = (usize::from(self.first), usize::from(self.end));
         let new = data_of(new);
         let fits = new.is_some_and(|(host, copied)| {
-            // The run's first cluster, if this one is part of it: both sides wrap alike. An empty run takes what would go on with it.
+            // The run's first cluster, if this one is part of it: both sides wrap alike. It may be the first of an empty one.
             let start = host
                 .bytes()
                 .wrapping_sub((index.wrapping_sub(first) as u64) << bits);

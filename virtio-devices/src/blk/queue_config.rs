@@ -1,4 +1,4 @@
-//! What a queue is started with, what can keep it from starting, and what it leaves when it ends.
+//! The configuration of a queue, the errors of its start, and the state that it leaves when it ends.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! What a queue shares with the device that it belongs to: its duty, its events and its counters.
+//! The state that a queue shares with its device: its duty, its events and its counters.
 
 use std::fmt;
 use std::sync::Arc;
