@@ -96,6 +96,13 @@ pub(crate) fn draw(seed: u64) -> Case {
             case.plan.insert(place, write);
         }
     }
+    // The plan is mostly over before clusters of the guest's move, and no write in flight then.
+    let random = &mut Random::new(seed.rotate_left(20));
+    if random.one_in(4) {
+        case.writes_on = true;
+        case.depth = random.pick(&[4, 8]);
+        case.profile.late = random.pick(&[300, 700]);
+    }
     // Bitmaps move only before the guest has changed anything.
     if case.shape.bitmaps.is_some() && !random.one_in(3) {
         let compact = draw_ask(random, may_be_slow);

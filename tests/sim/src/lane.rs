@@ -43,6 +43,8 @@ pub struct Lane {
     taken: BTreeMap<usize, Taken>,
     /// The index of this queue among the two that keep step; `None` for any other queue.
     number: Option<usize>,
+    /// It goes on writing while its operation on the whole image is under way.
+    writes_on: bool,
 }
 
 impl Lane {
@@ -78,6 +80,7 @@ impl Lane {
             places: None,
             taken: BTreeMap::new(),
             number: None,
+            writes_on: false,
         }
     }
 
@@ -86,6 +89,28 @@ impl Lane {
     pub(crate) fn in_step(mut self, number: Option<usize>) -> Self {
         self.number = number;
         self
+    }
+
+    /// Has the queue go on writing while its operation on the whole image is under way.
+    #[must_use]
+    pub(crate) fn writing_on(mut self, does: bool) -> Self {
+        self.writes_on = does;
+        self
+    }
+
+    /// Returns true if the queue asks for a write that is not in its plan.
+    fn may_write_on(&self) -> bool {
+        self.writes_on && self.operations.under_way > 0 && self.book.in_flight < self.depth
+    }
+
+    /// Returns a write that is not in the plan.
+    fn write_on(&mut self) -> Planned {
+        let mut record = self.book.record.borrow_mut();
+        record.left += 1;
+        Planned {
+            alone: false,
+            ..Planned::new(Ask::Write { fua: false }, self.random.below(record.sectors), 1)
+        }
     }
 
     /// Returns true if the next request has to wait for others of this queue.
@@ -188,6 +213,11 @@ impl Frontend for Lane {
             }
             self.plan.pop_front();
             self.ask(next);
+            any = true;
+        }
+        if self.may_write_on() {
+            let write = self.write_on();
+            self.ask(write);
             any = true;
         }
         self.set_pace();

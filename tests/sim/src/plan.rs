@@ -301,6 +301,9 @@ pub struct Case {
     pub registered: Option<Registered>,
     /// Two queues keep step ([`Pace`](crate::pace::Pace)).
     pub paced: bool,
+    /// A queue goes on writing, beyond its plan, while its operation on the whole image is under way. A late op is late by what others
+    /// do then, and not until the next moment that they do nothing.
+    pub writes_on: bool,
     /// After so many ops that took space there is none, until all is answered. Each image is then written again after the cut.
     pub space: Option<u64>,
     /// The requests, each queue's in this order.
@@ -365,6 +368,7 @@ impl Case {
             ublk: None,
             registered: None,
             paced: false,
+            writes_on: false,
             space: None,
             plan,
             explore: Explore {

@@ -32,6 +32,8 @@ use crate::ublk::{self, Host};
 
 /// The most turns a run takes; a run that takes more hangs.
 const TURNS_MAX: u64 = 4_000_000;
+/// The most turns that pass beside writes that go on while nothing but late ops is in flight: fewer than a run takes for hung.
+const LATE_TURNS_MAX: u64 = 48;
 /// The time of a worker's turn, in runs in which it does not stand still.
 const TURN: Duration = Duration::from_millis(10);
 
@@ -342,7 +344,8 @@ impl<'a> Run<'a> {
                 seed,
             )
             .with_places(self.places[index].clone())
-            .in_step(self.case.paced.then_some(index));
+            .in_step(self.case.paced.then_some(index))
+            .writing_on(self.case.writes_on);
             ids.push(
                 worker
                     .add(Box::new(lane), Vec::new())
@@ -420,14 +423,20 @@ impl<'a> Run<'a> {
 
     /// Workers and disk take turns until `done`.
     pub(crate) fn drive(&mut self, done: impl Fn(&Self) -> bool) -> Result<(), String> {
-        let mut idle = 0;
+        let (mut idle, mut waited) = (0, 0);
         while !done(self) {
             self.turns += 1;
             if self.turns > TURNS_MAX {
                 return Err(format!("no end after {TURNS_MAX} turns"));
             }
-            // In step with others a late op is late by what they do, and not until the next moment that they do nothing.
-            let waits = self.case.paced && idle < 16 && self.world.is_only_late();
+            // In step with others a late op is late by what they do, and not until the next moment that they do nothing. Timers may
+            // have them do something for ever.
+            let may_wait = match self.case.writes_on {
+                true => waited < LATE_TURNS_MAX,
+                false => self.case.paced && idle < 16,
+            };
+            let waits = may_wait && self.world.is_only_late();
+            waited = if waits { waited + 1 } else { 0 };
             let in_flight = self.world.in_flight() > 0 && !waits;
             if !in_flight || self.schedule.chance(self.case.worker_turns) {
                 if self.case.passes_time() {

@@ -97,6 +97,7 @@ impl Scenario {
             ublk: None,
             registered: None,
             paced: false,
+            writes_on: false,
             space: None,
             plan,
             explore: Explore {
