@@ -404,6 +404,23 @@ fn flush_after_flush_takes_no_op() {
     assert_eq!(bench.costs(flush), []);
 }
 
+/// The header, the L1 table, the refcount table.
+#[test]
+fn open_reads_each_structure_once() {
+    let bench = Bench::new();
+    let options = OpenOptions {
+        read_only: true,
+        ..Bench::options()
+    };
+    let ops = bench.costs(|| {
+        let opened = QcowDisk::open_on(&bench.cx, &bench.world, Path::new(DISK), &options);
+        let opened = bench.cx.block_on(opened).expect("nothing waits for ever");
+        drop(opened.expect("a disk"));
+    });
+    let reads = ops.iter().filter(|(kind, _)| kind == "read").count();
+    assert_eq!((reads, ops.len()), (3, 3), "{ops:?}");
+}
+
 /// A process before this one may have written and not synced.
 #[test]
 fn first_flush_after_open_takes_a_sync() {

@@ -7,7 +7,7 @@ use block::file::FileView;
 
 use crate::format::snapshot::{SNAPSHOT_EXTRA_MAX, SNAPSHOT_FIXED_SIZE, SnapshotError};
 use crate::format::validate::SNAPSHOT_TABLE_MAX_BYTES;
-use crate::format::{ClusterUse, Header, HeaderError, HostOffset, SnapshotEntry};
+use crate::format::{ClusterUse, Header, HeaderError, HeaderFields, HostOffset, SnapshotEntry};
 
 /// The size of one read of a table, in bytes.
 pub(crate) const PART: u64 = 256 << 10;
@@ -40,6 +40,9 @@ impl ReadError {
     }
 }
 
+/// The bytes that are read of a file at first: a header's cluster, if that has the size that most have, or a smaller one.
+const FIRST_BYTES: u64 = 64 << 10;
+
 /// A header, and the length of its file.
 #[derive(Clone, Debug)]
 pub struct Located {
@@ -55,13 +58,25 @@ pub struct Located {
 ///
 /// [`ReadError`] if the file cannot be read or holds no header.
 pub async fn read_header(file: &FileView) -> Result<Located, ReadError> {
+    Ok(read_header_fields(file).await?.0)
+}
+
+/// As [`read_header`], with the bytes that an engine writes back.
+///
+/// # Errors
+///
+/// As for [`read_header`].
+pub(crate) async fn read_header_fields(file: &FileView) -> Result<(Located, HeaderFields), ReadError> {
     let file_len = file.len().map_err(ReadError::Length)?;
-    let prologue_len = usize::try_from(file_len.min(512)).unwrap_or(512);
-    let prologue = read(file, ClusterUse::Header, 0, prologue_len).await?;
-    let cluster_size = Header::peek_cluster_size(&prologue)?;
-    let cluster_len = usize::try_from(file_len.min(cluster_size)).unwrap_or(prologue_len);
-    let header = Header::decode(&read(file, ClusterUse::Header, 0, cluster_len).await?)?;
-    Ok(Located { header, file_len })
+    let len = |bytes: u64| file_len.min(bytes) as usize;
+    let mut first = read(file, ClusterUse::Header, 0, len(FIRST_BYTES)).await?;
+    let cluster_len = len(Header::peek_cluster_size(&first)?);
+    if cluster_len > first.len() {
+        first = read(file, ClusterUse::Header, 0, cluster_len).await?;
+    }
+    let cluster = first.get(..cluster_len).unwrap_or_default();
+    let header = Header::decode(cluster)?;
+    Ok((Located { header, file_len }, HeaderFields::new(cluster)))
 }
 
 /// Reads `len` bytes of the structure `what`.

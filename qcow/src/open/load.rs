@@ -7,18 +7,19 @@ use super::ImageError;
 use super::options::L2_CACHE_DEFAULT_MAX_BYTES;
 use crate::engine::Announcement;
 use crate::format::{
-    Autoclear, ClusterUse, Geometry, Header, HostCluster, HostOffset, Incompatible, L1Entry,
+    Autoclear, ClusterUse, Geometry, Header, HeaderFields, HostCluster, HostOffset, Incompatible, L1Entry,
     RefcountTableEntry, Version,
 };
 use crate::image::guarded_tables::guarded_tables;
-use crate::image::read::{for_each_entry, read_header};
+use crate::image::read::{for_each_entry, read_header_fields};
 use crate::image::rebuild_refcounts;
 use crate::metadata::Metadata;
 use crate::metadata::cluster_use::UseMap;
 use crate::metadata::refcounts::{NO_LIMIT, Refcounts, TablePlace};
 
-pub(super) async fn check_header(view: &FileView, write: bool) -> Result<Header, ImageError> {
-    let located = read_header(view).await?;
+/// Reads the header, which is good then, and what the engine writes back of it.
+pub(super) async fn check_header(view: &FileView, write: bool) -> Result<(Header, HeaderFields), ImageError> {
+    let (located, fields) = read_header_fields(view).await?;
     let header = located.header;
     header.validate()?;
     header.validate_within(located.file_len)?;
@@ -26,12 +27,13 @@ pub(super) async fn check_header(view: &FileView, write: bool) -> Result<Header,
     if write && header.incompatible.contains(Incompatible::CORRUPT) {
         return Err(ImageError::MarkedCorrupt);
     }
-    Ok(header)
+    Ok((header, fields))
 }
 
-/// Rebuilds the refcounts of an image that was not closed cleanly.
-pub(super) async fn prepare(view: &FileView, header: Header, write: bool) -> Result<Header, ImageError> {
-    if write && header.incompatible.contains(Incompatible::DIRTY) {
+/// Rebuilds the refcounts of an image that was not closed cleanly. Returns false if it was, and nothing has changed.
+pub(super) async fn prepare(view: &FileView, header: &Header, write: bool) -> Result<bool, ImageError> {
+    let is_dirty = header.incompatible.contains(Incompatible::DIRTY);
+    if write && is_dirty {
         tracing::warn!(
             image = %view.file().path().display(),
             "the image was not closed cleanly; rebuilding its refcounts"
@@ -39,12 +41,12 @@ pub(super) async fn prepare(view: &FileView, header: Header, write: bool) -> Res
         // Uses of clusters that would be refused afterwards are refused before the first write.
         let file_len = view.len().map_err(io_length)?;
         {
-            let l1 = read_l1(view, &header).await?;
-            UseMap::compare(&header, &l1, &guarded_tables(view, &header, file_len).await)?;
+            let l1 = read_l1(view, header).await?;
+            UseMap::compare(header, &l1, &guarded_tables(view, header, file_len).await)?;
         }
-        return Ok(rebuild_refcounts(view).await?);
+        rebuild_refcounts(view).await?;
     }
-    Ok(header)
+    Ok(write && is_dirty)
 }
 
 /// Returns the announcements to make before the first write: structures that this crate does not keep up to date.

@@ -28,9 +28,8 @@ use crate::engine::{
     Announcement, Backing, BitmapPolicy, DataFile, Encryption, Parts, Policy, QcowDisk, SnapshotError,
     SnapshotSelector, header_of,
 };
-use crate::format::{ClusterUse, CryptMethod, Header, HeaderFields};
+use crate::format::{CryptMethod, Header};
 use crate::image::keys::read_luks;
-use crate::image::read::read;
 use crate::image::{KeysError, backing_path};
 use crate::luks::{self, Secret};
 
@@ -180,7 +179,7 @@ impl Qcow2 {
                 source: error.into(),
             })
         })?;
-        let header = check_header(&view, write).await.map_err(image)?;
+        let (mut header, mut fields) = check_header(&view, write).await.map_err(image)?;
         let lends_no_secret = match &below {
             Below::Opened => false,
             Below::Given(_) => true,
@@ -200,15 +199,9 @@ impl Qcow2 {
             .await
             .map_err(image)?;
         // Nothing has been written so far; from here on only a rebuild writes.
-        let header = prepare(&view, header, write).await.map_err(image)?;
-        // What the engine writes back is what it was opened from.
-        let file_len = view.len().map_err(io_length).map_err(image)?;
-        let cluster_len = header.cluster_bits.size().min(file_len) as usize;
-        let header_cluster = read(&view, ClusterUse::Header, 0, cluster_len)
-            .await
-            .map_err(|error| image(error.into()))?;
-        let fields = HeaderFields::new(&header_cluster);
-        let mut header = fields.decode().map_err(|error| image(error.into()))?;
+        if prepare(&view, &header, write).await.map_err(image)? {
+            (header, fields) = check_header(&view, write).await.map_err(image)?;
+        }
         if let Some(snapshot) = snapshot {
             let found = header_of(&view, &header, snapshot).await;
             header = found.map_err(|error| image(error.into()))?;
