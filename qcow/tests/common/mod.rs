@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use block::file::{FileOptions, ImageFile};
 use block::ring::RingKind;
@@ -178,6 +179,8 @@ pub struct Lane {
 /// limited.
 pub const PLACES: u16 = 4;
 pub const PLACE_BYTES: usize = 360 << 10;
+/// The most time that tasks have to end after the last request.
+const TASKS_END_WITHIN: Duration = Duration::from_secs(30);
 /// The byte that fills a place beside a request's bytes.
 const BESIDE: u8 = 0xA5;
 
@@ -185,6 +188,18 @@ const BESIDE: u8 = 0xA5;
 pub struct Placed {
     place: Option<(u16, usize)>,
     bytes: Vec<u8>,
+}
+
+/// Lets tasks end that a timer began during the last request: they would be leaked, and the close of the image waits for them. A worker
+/// waits for them too.
+impl Drop for Lane {
+    fn drop(&mut self) {
+        let began = Instant::now();
+        while self.cx.tasks() > 0 && !std::thread::panicking() {
+            assert!(began.elapsed() < TASKS_END_WITHIN, "tasks of a queue do not end");
+            self.turn(&mut Vec::new());
+        }
+    }
 }
 
 impl Lane {
