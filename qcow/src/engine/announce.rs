@@ -3,7 +3,8 @@
 //!
 //! Invariants:
 //!
-//! - An announcement is durable before the first change of guest-visible data, and before the disk's size changes.
+//! - An announcement is durable before the first change of guest-visible data, and before the disk's size changes. So is one that the open
+//!   has found: whoever made it may have been killed before it was.
 //! - An image that is only read stays unchanged.
 //! - The bits of bitmaps that record changes are in memory ([`Metadata::bitmaps`](crate::metadata::Metadata::bitmaps)) before the first
 //!   change, unless they do not fit, or are damaged. Then the announcement is what is left of them.
@@ -44,6 +45,8 @@ pub(crate) struct Announcement {
     pub(crate) disabled: Vec<Mark>,
     /// The autoclear bits to keep, if others are set.
     pub(crate) keep: Option<Autoclear>,
+    /// Somebody has announced a change of bitmaps already, perhaps not durably.
+    pub(crate) is_found: bool,
 }
 
 impl Announcement {
@@ -59,6 +62,7 @@ impl Announcement {
         };
         let file_len = file.len().map_err(ReadError::Length)?;
         let each = |at: u64, entry: BitmapDirectoryEntry| {
+            found.is_found |= entry.flags.contains(BitmapFlags::IN_USE);
             found.add(Mark {
                 offset: at + BITMAP_FLAGS_AT as u64,
                 flags: entry.flags,
@@ -122,7 +126,8 @@ impl Announcements {
     /// Replaces what is to be announced, as the bitmaps have been replaced. `records`: they are durable, and record already. Nothing is
     /// under way meanwhile.
     pub(super) fn replace(&self, next: Announcement, records: bool) {
-        let duty = match next.recording.is_empty() && next.keep.is_none() {
+        let has_none = next.recording.is_empty() && next.keep.is_none() && !next.is_found;
+        let duty = match has_none {
             _ if records => Duty::Record,
             true => Duty::Nothing,
             false => Duty::Announce,
@@ -260,14 +265,23 @@ fn put_in_force(queue: &Queue, bitmaps: Option<Arc<DirtyBitmaps>>, duty: Duty) -
 }
 
 async fn announce(queue: &Queue, all: bool) -> Result<(), IoError> {
-    let (mut marks, disabled, keep) = {
+    let (mut marks, disabled, keep, is_found) = {
         let rest = queue.shared.announcements.rest.lock();
-        (rest.recording.clone(), rest.disabled.clone(), rest.keep)
+        (
+            rest.recording.clone(),
+            rest.disabled.clone(),
+            rest.keep,
+            rest.is_found,
+        )
     };
     if all {
         marks.extend(disabled);
     }
     mark_in_use(queue, &marks).await?;
+    if (is_found || !marks.is_empty()) && !broken(Rule::InUseAfterChanges) {
+        queue.file.sync().await?;
+        queue.shared.announcements.rest.lock().is_found = false;
+    }
     if let Some(keep) = keep {
         header::change(queue, |fields| fields.set_autoclear(keep)).await?;
         queue.file.sync().await?;
@@ -277,9 +291,6 @@ async fn announce(queue: &Queue, all: bool) -> Result<(), IoError> {
 
 /// Marks bitmaps as in use. A QEMU that crashed leaves the same mark, and no program trusts such a bitmap.
 async fn mark_in_use(queue: &Queue, marks: &[Mark]) -> Result<(), IoError> {
-    if marks.is_empty() {
-        return Ok(());
-    }
     for mark in marks {
         let flags = (mark.flags | BitmapFlags::IN_USE).bits().to_be_bytes();
         queue
@@ -287,8 +298,5 @@ async fn mark_in_use(queue: &Queue, marks: &[Mark]) -> Result<(), IoError> {
             .write_at(mark.offset, AlignedBuf::from_slice(&flags))
             .await?;
     }
-    if broken(Rule::InUseAfterChanges) {
-        return Ok(());
-    }
-    queue.file.sync().await
+    Ok(())
 }

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, ask, join_all};
 use qcow::format::BitmapFlags;
+use qcow::format::bitmap::BITMAP_FLAGS_AT;
 use qcow::image::{CreateOptions, check, create};
 use qcow::{BitmapChange, BitmapStorage, CompactOptions, DiskSize, OpenOptions, QcowDisk, SnapshotSelector};
 use simulator::{Profile, Random, SimImage, SimWorld, Store};
@@ -21,6 +22,8 @@ use crate::steps::run_to_end;
 const DISK: &str = "disk";
 /// The disk's size in bytes.
 const SIZE: u64 = 16 << 20;
+/// The offset of the autoclear feature bits in the header.
+const AUTOCLEAR_AT: u64 = 88;
 /// The guest bytes that a durable bitmap may mark at once; less if a chunk of its bits has less.
 const REGION: u64 = 4 << 20;
 
@@ -371,6 +374,76 @@ fn no_cut_leaves_a_change_without_its_bit() {
         run(seed, &mut seen);
     }
     assert!(seen.in_use > 100 && seen.trusted > 1000, "{seen:?}");
+}
+
+/// A program has marked the bitmaps as in use, or disowned them, and was killed before that was durable. The next one changes the guest's
+/// data only when it is.
+#[test]
+fn mark_of_a_killed_program_is_durable_before_a_change() {
+    for disowns in [false, true] {
+        for options in [OpenOptions::default(), durable()] {
+            change_after_a_killed_program(disowns, &options);
+        }
+    }
+}
+
+fn change_after_a_killed_program(disowns: bool, options: &OpenOptions) {
+    const AT: u64 = 1 << 20;
+    let what = format!("disowns: {disowns}, {:?}", options.bitmaps);
+    let write = Op::Write { fua: false };
+    let world = SimWorld::new(7, Profile::IMMEDIATE);
+    let cx = world.context(64);
+    let begun = cx.block_on(async {
+        image(&world, &cx, 4096, &[512], &mut Random::new(7)).await;
+        let before = read_all(&world, &cx, SIZE).await;
+        // Its cluster is written in place from now on.
+        let disk = open(&world, &cx, options).await;
+        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+        let written = request(&*queue, write, AT, &[8; 512], 512).await;
+        written.expect("a write");
+        drop(queue);
+        disk.close(&cx).await.expect("a close");
+        before
+    });
+    let before = begun.expect("nothing waits for ever");
+    world.settle();
+    world.set_profile(Profile::default());
+    let entries = entries(&world.contents(DISK).to_bytes());
+    let mut marks = vec![(AUTOCLEAR_AT, vec![0; 8])];
+    if !disowns {
+        let recording = entries.iter().filter(|(_, entry)| entry.name.starts_with(b"on"));
+        let marked = recording.map(|(at, entry)| {
+            let flags = (entry.flags | BitmapFlags::IN_USE).bits();
+            ((at + BITMAP_FLAGS_AT) as u64, flags.to_be_bytes().to_vec())
+        });
+        marks = marked.collect();
+    }
+    let (own_cx, own_world, options) = (cx.clone(), world.clone(), options.clone());
+    let task = async move {
+        let view = own_world.file(DISK, true).view(&own_cx).expect("a view");
+        for (at, mark) in marks {
+            let marked = view.write_at(at, AlignedBuf::from_slice(&mark)).await;
+            marked.expect("a write");
+        }
+        let disk = open(&own_world, &own_cx, &options).await;
+        let queue = Arc::clone(&disk).open_queue(&own_cx).expect("a queue");
+        let written = request(&*queue, write, AT + 512, &[9; 512], 512).await;
+        written.expect("a write");
+    };
+    let asked = Asked::default();
+    asked.add(write, AT, 1024, 4096);
+    let (mut seen, mut changed) = (Seen::default(), 0);
+    run_to_end(&world, &cx, &what, task, || {
+        let cuts = world.crash_space(DISK);
+        for number in 0..cuts.count() {
+            let cut = cuts.nth(number);
+            let bytes = cut.to_bytes();
+            let now = sound_content(&world.store(), cut, &what);
+            changed += u64::from(now[AT as usize + 512] == 9);
+            judge(&bytes, &before, &now, &asked, false, &mut seen, &what);
+        }
+    });
+    assert!(changed > 0 && seen.trusted > 0, "{what}: {changed}, {seen:?}");
 }
 
 /// More regions are written in place than may stay marked. What is stored of all but the newest has the granules of changes only.
