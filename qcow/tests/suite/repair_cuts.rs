@@ -413,6 +413,75 @@ fn leak_repair_cut_by_power_loss_makes_nothing_worse() {
     cut_everywhere(RepairScope::Leaks);
 }
 
+/// A program that discarded clusters was killed before that was durable. A repair frees nothing that a cut may bring back, and writes
+/// nothing there.
+#[test]
+fn repair_after_a_killed_program_frees_nothing_that_comes_back() {
+    /// A guest cluster that has a table and no cluster.
+    const LAST: u64 = 20;
+    let mut sound = sound();
+    let l1 = sound.l1s()[0];
+    // A cluster behind all tables, where rebuilt ones would lie.
+    let (last, entry) = (sound.0.len() as u64, sound.entries(l1, LAST).1.expect("a table"));
+    sound.0.extend([5; CLUSTER as usize]);
+    sound.put(entry, last | COPIED);
+    sound.put(sound.count_at(last / CLUSTER), 1);
+    let mut no_block = sound.clone();
+    no_block.put(no_block.u64(48) + 8, 0);
+    for (what, scope, durable) in [
+        ("leaks", RepairScope::Leaks, sound.clone()),
+        ("all", RepairScope::All, sound.clone()),
+        ("rebuilt", RepairScope::All, no_block),
+    ] {
+        let world = SimWorld::new(1, Profile::default());
+        let start = SimImage::from_bytes(&world.store(), &durable.0);
+        world.set_contents(DISK, start.clone());
+        let (judge, cx) = calm(&world, start);
+        let was_uncounted = uncounted(&look(&judge, &cx));
+        let dropped: Vec<u64> = (176..GUEST_CLUSTERS)
+            .chain([LAST])
+            .filter_map(|guest| durable.entries(l1, guest).1)
+            .collect();
+        let cx = world.context(64);
+        let view = world.file(DISK, true).view(&cx).expect("a view");
+        cx.spawn(async move {
+            for at in dropped {
+                let written = view.write_at(at, AlignedBuf::from_slice(&[0; 8])).await;
+                written.expect("a write");
+            }
+        });
+        while cx.tasks() > 0 {
+            cx.run_ready();
+            cx.ring().turn(false).expect("the ring turns");
+            world.step();
+        }
+        let zeros = vec![0; CLUSTER as usize];
+        let mut random = Random::new(7);
+        let mut cuts = 0;
+        repair_step_by_step(&world, scope, || {
+            let space = world.crash_space(DISK);
+            for _ in 0..64 {
+                let state = space.draw(&mut random);
+                let (cut, cx) = calm(&world, state);
+                let now: Vec<_> = uncounted(&look(&cut, &cx))
+                    .difference(&was_uncounted)
+                    .copied()
+                    .collect();
+                assert!(now.is_empty(), "{what}: {now:x?} count zero");
+                let contents = bytes_of(&cut).contents();
+                for (should, found) in sound.contents().iter().zip(&contents) {
+                    let is_other =
+                        |(should, found): &(&Vec<u8>, &Vec<u8>)| should != found && **found != zeros;
+                    let other = should.iter().zip(found).position(|pair| is_other(&pair));
+                    assert_eq!(other, None, "{what}: a cluster has other contents");
+                }
+                cuts += 1;
+            }
+        });
+        assert!(cuts > 100, "{what}: {cuts}");
+    }
+}
+
 #[expect(clippy::print_stdout, reason = "how far it looked is part of the result")]
 fn cut_everywhere(scope: RepairScope) {
     let (mut judged, mut drawn) = (0, 0);

@@ -9,7 +9,7 @@
 use block::file::FileView;
 
 use super::flags::fix_copied_flags;
-use super::writer::{disown_unknown, switch_header, sync, write};
+use super::writer::{begin, switch_header, sync, write};
 use super::{RepairError, RepairScope};
 use crate::format::positions::SECTOR_SIZE;
 use crate::format::{ClusterUse, HostCluster, Incompatible};
@@ -50,7 +50,7 @@ pub(super) async fn mend(
         return Ok(false);
     }
 
-    disown_unknown(file, &located.header).await?;
+    begin(file, &located.header).await?;
     let phases: &[Phase] = match scope {
         RepairScope::Leaks => &[Phase::Flags, Phase::Lower],
         RepairScope::All => &[Phase::Raise, Phase::Flags, Phase::Lower],

@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use block::file::FileView;
 
 use super::flags::fix_copied_flags;
-use super::writer::{disown_unknown, switch_header, sync, write};
+use super::writer::{begin, switch_header, sync, write};
 use super::{RepairError, RepairScope};
 use crate::format::refcount::REFCOUNT_TABLE_MAX_BYTES;
 use crate::format::{ClusterUse, Header, HostCluster, Incompatible, RefcountTableEntry, Version};
@@ -58,7 +58,7 @@ pub(super) async fn rebuild(
 
     let start = HostCluster::new(used_end.max(old_structure_end(&subject).await?));
     let layout = RefcountLayout::plan(blocks, start, &geometry).ok_or(RepairError::TableTooLarge)?;
-    disown_unknown(file, &located.header).await?;
+    begin(file, &located.header).await?;
     if let Some(walk) = &mut whole {
         write_counts(walk, &layout).await?;
     } else {

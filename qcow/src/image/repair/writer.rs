@@ -26,9 +26,13 @@ pub(super) async fn sync(file: &FileView) -> Result<(), RepairError> {
     Ok(())
 }
 
+/// Begins to write. What the repair has read is durable then: a program that was killed may have freed clusters, and a power cut would
+/// bring back what refers to them.
+///
 /// Clears the unknown autoclear bits, durably, as the format demands of every writer. The clusters of such a feature
 /// look leaked, and a bit that stays set would vouch for them.
-pub(super) async fn disown_unknown(file: &FileView, header: &Header) -> Result<(), RepairError> {
+pub(super) async fn begin(file: &FileView, header: &Header) -> Result<(), RepairError> {
+    sync(file).await?;
     if header.version == Version::V2 || header.autoclear.unknown().is_empty() {
         return Ok(());
     }
