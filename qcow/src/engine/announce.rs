@@ -3,8 +3,9 @@
 //!
 //! Invariants:
 //!
-//! - An announcement is durable before the first change of guest-visible data, and before the disk's size changes. So is one that the open
-//!   has found: whoever made it may have been killed before it was.
+//! - An announcement is durable before the first change of guest-visible data, and before the disk's size changes. So is all that the open
+//!   has found, which a killed program may have written: a mark that it made, and a snapshot that it deleted, whose clusters may be
+//!   overwritten now.
 //! - An image that is only read stays unchanged.
 //! - The bits of bitmaps that record changes are in memory ([`Metadata::bitmaps`](crate::metadata::Metadata::bitmaps)) before the first
 //!   change, unless they do not fit, or are damaged. Then the announcement is what is left of them.
@@ -14,7 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use block::canary::{Rule, broken};
-use block::file::FileView;
+use block::file::{FileView, ImageFile};
 use block::sync::Mutex;
 use block::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use block::{AlignedBuf, IoError};
@@ -45,8 +46,6 @@ pub(crate) struct Announcement {
     pub(crate) disabled: Vec<Mark>,
     /// The autoclear bits to keep, if others are set.
     pub(crate) keep: Option<Autoclear>,
-    /// Somebody has announced a change of bitmaps already, perhaps not durably.
-    pub(crate) is_found: bool,
 }
 
 impl Announcement {
@@ -62,7 +61,6 @@ impl Announcement {
         };
         let file_len = file.len().map_err(ReadError::Length)?;
         let each = |at: u64, entry: BitmapDirectoryEntry| {
-            found.is_found |= entry.flags.contains(BitmapFlags::IN_USE);
             found.add(Mark {
                 offset: at + BITMAP_FLAGS_AT as u64,
                 flags: entry.flags,
@@ -89,7 +87,7 @@ impl Announcement {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u8)]
 pub(super) enum Duty {
-    /// Something is to be announced first.
+    /// Something is to be announced, or made durable, first.
     Announce,
     /// Nothing.
     Nothing,
@@ -111,7 +109,8 @@ pub(super) struct Announcements {
 }
 
 impl Announcements {
-    pub(super) fn new(announcement: Announcement) -> Self {
+    /// Returns the announcements of the image in `file`.
+    pub(super) fn new(file: &ImageFile, announcement: Announcement) -> Self {
         let new = Self {
             duty: AtomicU8::new(Duty::Nothing as u8),
             rest: Mutex::default(),
@@ -120,14 +119,16 @@ impl Announcements {
             turns: Turns::default(),
         };
         new.replace(announcement, false);
+        if !file.has_synced() {
+            new.set(Duty::Announce);
+        }
         new
     }
 
-    /// Replaces what is to be announced, as the bitmaps have been replaced. `records`: they are durable, and record already. Nothing is
-    /// under way meanwhile.
+    /// Replaces what is to be announced, as the bitmaps have been replaced, durably. `records`: they are kept durable, and record
+    /// already. Nothing is under way meanwhile.
     pub(super) fn replace(&self, next: Announcement, records: bool) {
-        let has_none = next.recording.is_empty() && next.keep.is_none() && !next.is_found;
-        let duty = match has_none {
+        let duty = match next.recording.is_empty() && next.keep.is_none() {
             _ if records => Duty::Record,
             true => Duty::Nothing,
             false => Duty::Announce,
@@ -265,22 +266,17 @@ fn put_in_force(queue: &Queue, bitmaps: Option<Arc<DirtyBitmaps>>, duty: Duty) -
 }
 
 async fn announce(queue: &Queue, all: bool) -> Result<(), IoError> {
-    let (mut marks, disabled, keep, is_found) = {
+    let (mut marks, disabled, keep) = {
         let rest = queue.shared.announcements.rest.lock();
-        (
-            rest.recording.clone(),
-            rest.disabled.clone(),
-            rest.keep,
-            rest.is_found,
-        )
+        (rest.recording.clone(), rest.disabled.clone(), rest.keep)
     };
     if all {
         marks.extend(disabled);
     }
     mark_in_use(queue, &marks).await?;
-    if (is_found || !marks.is_empty()) && !broken(Rule::InUseAfterChanges) {
+    let is_durable = marks.is_empty() && queue.shared.file.has_synced();
+    if !is_durable && !broken(Rule::InUseAfterChanges) {
         queue.file.sync().await?;
-        queue.shared.announcements.rest.lock().is_found = false;
     }
     if let Some(keep) = keep {
         header::change(queue, |fields| fields.set_autoclear(keep)).await?;

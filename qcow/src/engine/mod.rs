@@ -256,6 +256,7 @@ impl QcowDisk {
         parts.metadata.holes_are_zeros = parts.encryption.is_plain();
         parts.table_memory.enter(&mut parts.metadata);
         let shared = Shared {
+            announcements: announce::Announcements::new(&parts.file, parts.announcement),
             geometry: *parts.metadata.geometry(),
             file: parts.file,
             data_file: parts.data_file,
@@ -273,7 +274,6 @@ impl QcowDisk {
             later: idle::Later::default(),
             counters: counts::Counters::default(),
             header: header::HeaderWriter::new(parts.header),
-            announcements: announce::Announcements::new(parts.announcement),
             bit_writes: record::BitWrites::default(),
             changes: turn::Turns::default(),
             hold: exclusive::Hold::default(),

@@ -226,10 +226,6 @@ impl Queue {
         if !self.shared.announcements.are_none() && !record::is_recorded(self, request) {
             return Way::Task;
         }
-        // Its entry may be one that a process before this one wrote and did not sync.
-        if fua && !self.shared.file.has_synced() {
-            return Way::Task;
-        }
         let Some(metadata) = self.metadata.try_read() else {
             return Way::Task;
         };

@@ -51,15 +51,12 @@ pub(super) async fn prepare(view: &FileView, header: &Header, write: bool) -> Re
 
 /// Returns the announcements to make before the first write: structures that this crate does not keep up to date.
 pub(super) async fn announcement(view: &FileView, header: &Header) -> Announcement {
-    if header.version == Version::V2 {
+    if header.version == Version::V2 || header.autoclear.is_empty() {
         return Announcement::default();
     }
     // The engine keeps the promise of a raw data file.
     let mut keep = header.autoclear.intersection(Autoclear::RAW_EXTERNAL_DATA);
-    let mut announcement = Announcement {
-        is_found: header.bitmaps().is_some() && !header.autoclear.contains(Autoclear::BITMAPS),
-        ..Announcement::default()
-    };
+    let mut announcement = Announcement::default();
     if header.autoclear.contains(Autoclear::BITMAPS) {
         // Bitmaps that are marked as out of date are consistent with the image.
         match Announcement::read(view, header).await {

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
-use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, Op, ask};
+use block::{AlignedBuf, Buffer, Context, Disk, DiskQueue, IoError, Op, ask};
 use qcow::image::{CreateOptions, check, create};
 use qcow::{DiskSize, OpenOptions, QcowDisk, SnapshotError, SnapshotSelector};
 use simulator::{Profile, Random, SimImage, SimWorld};
@@ -40,6 +40,8 @@ pub(crate) struct Bench {
     pub(crate) applying: RefCell<Option<Vec<u8>>>,
     /// The content of each snapshot, and true once it was reported.
     pub(crate) snapshots: RefCell<BTreeMap<String, (Vec<u8>, bool)>>,
+    /// The contents of snapshots that are deleted, and that a cut may bring back: the program that deleted them was killed.
+    pub(crate) deleted: RefCell<BTreeMap<String, Vec<u8>>>,
 }
 
 pub(crate) fn options() -> OpenOptions {
@@ -84,6 +86,7 @@ impl Bench {
             known: RefCell::new(known),
             applying: RefCell::default(),
             snapshots: RefCell::default(),
+            deleted: RefCell::default(),
             world,
             cx,
             disk,
@@ -92,18 +95,68 @@ impl Bench {
         }
     }
 
-    /// One request of the guest, answered.
-    pub(crate) async fn request(&self, random: &mut Random) {
+    /// Goes on with a new program, which finds what the killed one has left. Nothing of that one is in flight any more.
+    pub(crate) fn after_a_kill(&self, judge: &Judge) -> Self {
+        let image = self.world.contents(DISK).to_bytes();
+        let known = content(&judge.world, &judge.cx, &image);
+        let mut durable = self.durable.borrow().clone();
+        if let Some(applied) = &*self.applying.borrow() {
+            durable
+                .iter_mut()
+                .zip(applied)
+                .for_each(|(values, &byte)| values.push(byte));
+        }
+        assert!(
+            known
+                .iter()
+                .zip(&durable)
+                .all(|(byte, values)| values.contains(byte))
+        );
+        let listed = entries(&image);
+        let (mut snapshots, mut deleted) = (BTreeMap::new(), self.deleted.borrow().clone());
+        for (name, (content, _)) in &*self.snapshots.borrow() {
+            if listed.iter().any(|entry| entry.name == name.as_bytes()) {
+                snapshots.insert(name.clone(), (content.clone(), false));
+            } else {
+                deleted.insert(name.clone(), content.clone());
+            }
+        }
+        let cx = self.world.context(64);
+        let disk = cx.block_on(QcowDisk::open_on(&cx, &self.world, Path::new(DISK), &options()));
+        let disk = disk.expect("nothing waits for ever").expect("a disk");
+        let queue = Arc::clone(&disk).open_queue(&cx).expect("a queue");
+        Self {
+            world: self.world.clone(),
+            cx,
+            disk,
+            queue,
+            sectors: self.sectors,
+            known: RefCell::new(known),
+            durable: RefCell::new(durable),
+            applying: RefCell::default(),
+            snapshots: RefCell::new(snapshots),
+            deleted: RefCell::new(deleted),
+        }
+    }
+
+    /// All that was answered, and all that was found, is durable.
+    fn is_durable(&self, known: &[u8]) {
+        *self.durable.borrow_mut() = known.iter().map(|&byte| vec![byte]).collect();
+        let mut snapshots = self.snapshots.borrow_mut();
+        snapshots.values_mut().for_each(|(_, is_sure)| *is_sure = true);
+        self.deleted.borrow_mut().clear();
+    }
+
+    /// One request of the guest, answered. It fails if the program is killed.
+    pub(crate) async fn request(&self, random: &mut Random) -> Result<(), IoError> {
         let count = 1 + random.below(self.sectors.min(12));
         let first = random.below(self.sectors - count + 1);
         let kind = random.below(7);
         if kind == 0 {
             let known = self.known.borrow().clone();
-            ask(&*self.queue, Op::Flush, 0, 0, Buffer::default())
-                .await
-                .expect("a FLUSH");
-            *self.durable.borrow_mut() = known.iter().map(|&byte| vec![byte]).collect();
-            return;
+            ask(&*self.queue, Op::Flush, 0, 0, Buffer::default()).await?;
+            self.is_durable(&known);
+            return Ok(());
         }
         let byte = if kind <= 2 {
             0
@@ -123,14 +176,14 @@ impl Bench {
                 (Op::Write { fua: false }, bytes.into())
             }
         };
-        ask(&*self.queue, op, first * 512, count * 512, buffer)
-            .await
-            .expect("a change");
+        ask(&*self.queue, op, first * 512, count * 512, buffer).await?;
         self.known.borrow_mut()[first as usize..][..count as usize].fill(byte);
+        Ok(())
     }
 
-    /// Creates, applies or deletes a snapshot. Nothing is asked for meanwhile, so that its content is known.
-    pub(crate) async fn snapshot(&self, round: u64, random: &mut Random) {
+    /// Creates, applies or deletes a snapshot. Nothing is asked for meanwhile, so that its content is known. It fails if the program is
+    /// killed.
+    pub(crate) async fn snapshot(&self, round: u64, random: &mut Random) -> Result<(), SnapshotError> {
         let names: Vec<String> = self.snapshots.borrow().keys().cloned().collect();
         if !names.is_empty() && random.one_in(3) {
             let name = names[random.below(names.len() as u64) as usize].clone();
@@ -138,7 +191,14 @@ impl Bench {
             *self.applying.borrow_mut() = Some(content.clone());
             let which = SnapshotSelector::Name(name);
             let applied = self.disk.apply_snapshot(&self.cx, &which, DiskSize::Fixed);
-            applied.await.expect("an application");
+            match applied.await {
+                // A killed program may leave counts that are too high.
+                Err(SnapshotError::RefcountFull { .. }) => {
+                    *self.applying.borrow_mut() = None;
+                    return Ok(());
+                }
+                applied => applied?,
+            };
             *self.applying.borrow_mut() = None;
             *self.known.borrow_mut() = content;
         } else if !names.is_empty() && random.one_in(2) {
@@ -147,8 +207,7 @@ impl Bench {
                 *is_sure = false;
             }
             let which = SnapshotSelector::Name(name.clone());
-            let deleted = self.disk.delete_snapshot(&self.cx, &which).await;
-            deleted.expect("a deletion");
+            self.disk.delete_snapshot(&self.cx, &which).await?;
             self.snapshots.borrow_mut().remove(&name);
         } else {
             let name = format!("s{round}");
@@ -165,13 +224,14 @@ impl Bench {
                 // Counts of two bits are soon full.
                 Err(SnapshotError::RefcountFull { .. }) => {
                     self.snapshots.borrow_mut().remove(&name);
-                    return;
+                    return Ok(());
                 }
-                Err(error) => panic!("{error}"),
+                Err(error) => return Err(error),
             }
         }
         // It made durable what was answered before.
-        *self.durable.borrow_mut() = self.known.borrow().iter().map(|&byte| vec![byte]).collect();
+        self.is_durable(&self.known.borrow());
+        Ok(())
     }
 }
 
@@ -211,7 +271,12 @@ impl Judge {
         }
         let listed = entries(&image);
         let snapshots = bench.snapshots.borrow();
-        for (name, (expected, is_sure)) in &*snapshots {
+        let deleted = bench.deleted.borrow();
+        let there = snapshots
+            .iter()
+            .map(|(name, (expected, is_sure))| (name, expected, *is_sure));
+        let back = deleted.iter().map(|(name, expected)| (name, expected, false));
+        for (name, expected, is_sure) in there.chain(back) {
             let entry = listed.iter().find(|entry| entry.name == name.as_bytes());
             assert!(entry.is_some() || !is_sure, "{what}: snapshot {name} is gone");
             if let Some(entry) = entry {
@@ -219,7 +284,10 @@ impl Judge {
                 assert!(found == *expected, "{what}: snapshot {name} has changed");
             }
         }
-        let is_known = |name: &[u8]| snapshots.keys().any(|known| known.as_bytes() == name);
+        let is_known = |name: &[u8]| {
+            let mut names = snapshots.keys().chain(deleted.keys());
+            names.any(|known| known.as_bytes() == name)
+        };
         assert!(
             listed.iter().all(|entry| is_known(&entry.name)),
             "{what}: a snapshot that nobody knows"

@@ -28,6 +28,9 @@ impl Workers {
         let disk = disk.expect("nothing waits for ever").expect("a disk");
         let workers = Self::new(world, &disk);
         world.set_profile(Profile::default());
+        // The first change would sync the image otherwise, before the op that a test holds or fails.
+        let flushed = workers.ask(0, Op::Flush, 0, 0, Buffer::default());
+        flushed.take().expect("an answer").result.expect("a FLUSH");
         (disk, workers)
     }
 

@@ -42,10 +42,10 @@ fn run(seed: u64) -> u64 {
         let (put, is_last) = (Rc::clone(&moved), round == 6);
         let task = async move {
             for _ in 0..own.below(12) {
-                in_task.request(&mut own).await;
+                in_task.request(&mut own).await.expect("an answer");
             }
             if has_snapshots && own.one_in(3) {
-                in_task.snapshot(round, &mut own).await;
+                in_task.snapshot(round, &mut own).await.expect("an operation");
             }
             let interrupt = if is_last { 0 } else { own.pick(&[0, 0, 2, 5]) };
             let (mut first, mut second) = (Random::new(own.draw()), Random::new(own.draw()));
@@ -58,7 +58,7 @@ fn run(seed: u64) -> u64 {
             };
             let asking = async {
                 for _ in 0..requests {
-                    in_task.request(&mut second).await;
+                    in_task.request(&mut second).await?;
                 }
                 Ok(())
             };
