@@ -80,14 +80,32 @@ impl Drop for Running {
     fn drop(&mut self) {
         if let Some(mut child) = self.0.take() {
             let ended = child.try_wait();
+            let threads = threads(child.id());
             child.kill().expect("kill the machine");
             let output = child.wait_with_output().expect("reap the machine");
             if std::thread::panicking() {
                 let said = String::from_utf8_lossy(&output.stderr);
-                println!("the machine, before the test failed: {ended:?}; its log:\n{said}");
+                println!(
+                    "the machine, before the test failed: {ended:?}; its log:\n{said}\nits threads:\n{threads}"
+                );
             }
         }
     }
+}
+
+/// Where each thread of a process waits: its name, the kernel's function and the system call.
+fn threads(process: u32) -> String {
+    let tasks = fs::read_dir(format!("/proc/{process}/task"));
+    let lines = tasks.into_iter().flatten().flatten().map(|task| {
+        let read = |name| fs::read_to_string(task.path().join(name)).unwrap_or_default();
+        format!(
+            "{} {} {}\n",
+            read("comm").trim(),
+            read("wchan"),
+            read("syscall").trim()
+        )
+    });
+    lines.collect()
 }
 
 /// The console's client: what it says is obeyed.

@@ -101,7 +101,8 @@ fn terminal_passes_every_key_and_is_restored_at_every_end() {
         let terminal = Terminal::new();
         let before = terminal.modes();
         let said = terminal.read();
-        let mut machine = machine(&world, &terminal, &[&TINY[..], &IDLE].concat(), Stdio::null());
+        let arguments = [&["--log", "info"], &TINY[..], &IDLE].concat();
+        let mut machine = machine(&world, &terminal, &arguments, Stdio::piped());
         wait_said(&said, greeting);
         assert!(terminal.is_raw(), "{end}");
         // ^C, ^Z and ^\ reach the guest, and a ^A that was typed twice; nothing is echoed but by it.
